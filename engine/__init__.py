@@ -1,0 +1,1 @@
+"""The rollout engine: plan, run, read out and sample, commit."""

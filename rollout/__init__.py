@@ -1,0 +1,1 @@
+"""Data, rewards, the schedule log and what generates with the engine."""

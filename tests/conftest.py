@@ -1,0 +1,14 @@
+"""Settings for every test: one torch thread, and property tests that repeat themselves.
+
+One thread, because bits may depend on the thread count and because the suite runs in two
+processes on two cores. Hypothesis without a deadline and derandomised: no test may depend on
+the machine's speed, and a failure must come back when the suite is run again.
+"""
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("reprise", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("reprise")

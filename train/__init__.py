@@ -1,0 +1,1 @@
+"""The learner: replay, loss, gradient, update, checkpoint and the commands around them."""
