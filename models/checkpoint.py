@@ -1,0 +1,147 @@
+"""Reading and writing model folders: `config.json` + safetensors, single or sharded.
+
+Strict: a missing, extra or mis-shaped tensor is an error that names it. Loaded tensors get
+storage of their own; views of a mapped file need not be 16-byte aligned, and alignment
+decides bits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models import ouro
+from models.config import ModelConfig
+from models.looped import LoopedLM
+from models.numerics import dtype_name, dtype_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What other tools need beside the weights, carried along by a save.
+COMPANIONS = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json",
+              "added_tokens.json", "chat_template*", "generation_config.json", "*.py")
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The config of a model folder. ValueError names file and field."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"model = {str(path)!r} is not a folder; give one that holds config.json "
+                         f"and {SINGLE}")
+    return ouro.parse(_read_json(folder / "config.json"))
+
+
+def load_model(path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu",
+               profile: str = "hf") -> LoopedLM:
+    """Load a published or saved model folder in `dtype` on `device`.
+
+    Errors: ValueError naming the folder, file, field or tensor that is at fault.
+    """
+    kind = dtype_of(dtype)
+    config = read_config(path)
+    wanted = ouro.tensor_names(config)
+    shapes = config.weight_shapes()
+    places = _tensor_places(Path(path))
+    extra = sorted(set(places) - set(wanted.values()))
+    if config.tied and extra == ["lm_head.weight"]:
+        raise ValueError(f"{path}: tensor 'lm_head.weight' stands beside tie_word_embeddings = true; "
+                         "remove one of the two")
+    if extra:
+        raise ValueError(f"{path}: unexpected tensor {extra[0]!r} ({len(extra)} in all)")
+    missing = sorted(set(wanted.values()) - set(places))
+    if missing:
+        raise ValueError(f"{path}: missing tensor {missing[0]!r} ({len(missing)} in all)")
+    weights = {}
+    for name, official in wanted.items():
+        with safe_open(places[official], framework="pt") as file:
+            found = tuple(file.get_slice(official).get_shape())
+            if found != shapes[name]:
+                raise ValueError(f"{path}: tensor {official!r} has shape {found}, the config says "
+                                 f"{shapes[name]}")
+            stored = file.get_tensor(official)
+        if stored.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise ValueError(f"{path}: tensor {official!r} has dtype {stored.dtype}; quantised or "
+                             "integer weights are not supported")
+        weights[name] = torch.empty(found, dtype=kind, device=device).copy_(stored)
+    return LoopedLM(config, weights, profile=profile)
+
+
+def _tensor_places(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file. An index is trusted only as far as the files agree with it."""
+    if (folder / INDEX).exists():
+        mapping = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(mapping, dict):
+            raise ValueError(f"{folder / INDEX}: weight_map is missing")
+        files = sorted(set(mapping.values()))
+    else:
+        mapping, files = None, [SINGLE]
+    places: dict[str, Path] = {}
+    for name in files:
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{folder}: {name} is missing")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                places |= {key: file for key in opened.keys()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
+    if mapping is not None:
+        for key, name in mapping.items():
+            if places.get(key) != folder / name:
+                raise ValueError(f"{folder / INDEX}: tensor {key!r} is not in {name}")
+        loose = sorted(set(places) - set(mapping))
+        if loose:
+            raise ValueError(f"{folder / INDEX}: tensor {loose[0]!r} stands in a shard but not in "
+                             "the index")
+    return places
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold a JSON object")
+    return found
+
+
+def save_model(model: LoopedLM, path: str | Path, *, source: str | Path | None = None,
+               weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write `model` as a folder that this and other tools load.
+
+    path: must not exist yet, or be an empty folder. source: folder whose tokenizer, chat
+    template, generation config and remote-code files are carried along. weights: canonical
+    tensors to write instead of the compute copy (float32 masters, say).
+    """
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"save to {str(path)!r}: it exists and is not empty; name a new folder")
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    values = weights or model.weights
+    names = ouro.tensor_names(model.config)
+    tensors = {names[name]: values[name].detach().cpu().contiguous() for name in names}
+    save_file(tensors, partial / SINGLE, metadata={"format": "pt"})
+    kind = dtype_name(values["embed"].dtype)
+    config = {**model.config.source, "torch_dtype": kind}
+    if "dtype" in config:
+        config["dtype"] = kind
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if source is not None:
+        for pattern in COMPANIONS:
+            for file in sorted(Path(source).glob(pattern)):
+                if file.is_file():
+                    shutil.copy2(file, partial / file.name)
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)

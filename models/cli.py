@@ -1,0 +1,27 @@
+"""How every command reports failure: one line and exit status 2, never a traceback.
+
+A ValueError is the caller's to mend, a RuntimeError a broken contract between files or
+processes; anything else is a bug of this project and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+def run_cli(main: Callable[[], int]) -> None:
+    """Run `main` and exit with its status; print ValueError and RuntimeError as one line."""
+    try:
+        status = main()
+    except BrokenPipeError:
+        status = 141  # the reader went away (for instance `| head`): as a shell reports it
+    except (ValueError, RuntimeError, FileNotFoundError, PermissionError, IsADirectoryError,
+            NotADirectoryError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    sys.stdout.flush()
+    sys.exit(status)

@@ -1,0 +1,83 @@
+"""Rounding profiles: which intermediate is rounded to the model dtype, and where.
+
+The one place that says so; sampler, replay and dense forward all call it. In float32
+and float64 the two profiles are the same function up to the order of operations.
+
+| region | `hf` (the official eager code) | `fused` |
+|---|---|---|
+| RMS norm | float32 inside; rounded after x * rsqrt, again after the weight | rounded once, with the residual where one follows |
+| residual add | rounded | part of the norm region |
+| rotary embedding | cos, sin, both products and their sum rounded | float32 inside, rounded once |
+| SwiGLU | silu rounded, product rounded | float32 inside, rounded once |
+| attention scores | product, scale and mask each rounded, probabilities rounded (`eager`) | float32 inside the kernel (`sdpa`) |
+| linear layers | float32 accumulation, output rounded | the same |
+| head, log-softmax, gate, exit distribution | float32 throughout | the same |
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.numerics import wide
+
+PROFILES = ("hf", "fused")
+
+
+def check_profile(name: str) -> str:
+    """Return `name` if it is a profile, else ValueError."""
+    if name not in PROFILES:
+        raise ValueError(f"profile = {name!r} is unknown; use one of {', '.join(PROFILES)}")
+    return name
+
+
+def attention_kernel(profile: str, dtype: torch.dtype) -> str:
+    """The attention kernel that a profile means in a dtype: `eager` or `sdpa`.
+
+    Without roundings inside (float32, float64) the eager form has nothing to reproduce, so
+    the library kernel is used.
+    """
+    return "eager" if profile == "hf" and dtype == torch.bfloat16 else "sdpa"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, profile: str) -> Tensor:
+    """RMS norm of x [R, H] with weight [H], in x's dtype."""
+    if profile == "hf":
+        return weight * _unit_rms(x, eps).to(x.dtype)
+    return (_unit_rms(x, eps) * weight.to(wide(x.dtype))).to(x.dtype)
+
+
+def add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, profile: str) -> Tensor:
+    """residual + rms_norm(x), all [R, H]: the sandwich norm and its residual add."""
+    if profile == "hf":
+        return residual + rms_norm(x, weight, eps, profile)
+    kind = wide(x.dtype)
+    return (residual.to(kind) + _unit_rms(x, eps) * weight.to(kind)).to(x.dtype)
+
+
+def _unit_rms(x: Tensor, eps: float) -> Tensor:
+    x = x.to(wide(x.dtype))
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, profile: str) -> Tensor:
+    """Rotary embedding of x [R, heads, D] by cos, sin [R, 1, D] (float32 or wider)."""
+    if profile == "hf":
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        return x * cos + _rotate_half(x) * sin
+    wide_x = x.to(wide(x.dtype))
+    return (wide_x * cos + _rotate_half(wide_x) * sin).to(x.dtype)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def swiglu(gate: Tensor, up: Tensor, profile: str) -> Tensor:
+    """silu(gate) * up, [R, I]."""
+    if profile == "hf":
+        return F.silu(gate) * up
+    kind = wide(gate.dtype)
+    return (F.silu(gate.to(kind)) * up.to(kind)).to(gate.dtype)
