@@ -6,6 +6,7 @@ processes; anything else is a bug of this project and keeps its traceback.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -14,8 +15,11 @@ def run_cli(main: Callable[[], int]) -> None:
     """Run `main` and exit with its status; print ValueError and RuntimeError as one line."""
     try:
         status = main()
+        sys.stdout.flush()
     except BrokenPipeError:
         status = 141  # the reader went away (for instance `| head`): as a shell reports it
+        # The interpreter flushes once more at exit; let it write into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, RuntimeError, FileNotFoundError, PermissionError, IsADirectoryError,
             NotADirectoryError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -23,5 +27,4 @@ def run_cli(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
-    sys.stdout.flush()
     sys.exit(status)

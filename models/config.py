@@ -64,6 +64,10 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"model config: {name} = {value!r} must be a positive integer")
+        for name in ("rope_theta", "rms_eps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not 0 < value < float("inf"):
+                raise ValueError(f"model config: {name} = {value!r} must be a positive number")
         if self.prelude_layers or self.coda_layers:
             raise ValueError(
                 f"model config: prelude_layers = {self.prelude_layers}, coda_layers = "

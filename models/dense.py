@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -65,13 +66,18 @@ def dense_forward(model: LoopedLM, packed: Packed, depth: int, *,
                   recompute: bool = False) -> list[Tensor]:
     """Hidden states after loops 1..depth, each [R, H], of packed sequences.
 
-    weights: called once for the embedding and once for each loop; gives the tensors that the
-        graph leads to (None: the compute copy, no graph unless its tensors require one).
-        A call per loop lets the gradient of a shared weight be summed over loops in float32.
+    depth: 1..T.
+    weights: called once for the embedding and once for each loop, in that order, with or
+        without recomputation; gives the tensors that the graph leads to (None: the compute
+        copy, no graph unless its tensors require one). A call per loop lets the gradient of a
+        shared weight be summed over loops in float32.
     recompute: keep only the states between loops and run each loop again in backward; the
         gradient's bits are the same.
+    Errors: ValueError for a depth outside 1..T or a sequence beyond max_positions.
     """
-    highest = max(stop - start for start, stop in zip(packed.starts, packed.starts[1:])) - 1
+    if not 1 <= depth <= model.config.loops:
+        raise ValueError(f"depth = {depth} must be in 1..{model.config.loops}, the model's loops")
+    highest = max(stop - start for start, stop in pairwise(packed.starts)) - 1
     if highest >= model.config.max_positions:
         raise ValueError(f"a sequence has {highest + 1} tokens, more than max_positions = "
                          f"{model.config.max_positions} of the model")
@@ -80,13 +86,17 @@ def dense_forward(model: LoopedLM, packed: Packed, depth: int, *,
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _attend_packed(packed, q, k, v, model.kernel)
 
-    def one_loop(x: Tensor) -> Tensor:
-        return model.loop(x, cos, sin, attend, weights() if weights else None)
+    def one_loop(x: Tensor, own: Mapping[str, Tensor] | None) -> Tensor:
+        return model.loop(x, cos, sin, attend, own)
 
     x = model.embed(packed.ids, weights() if weights else None)
     states = []
     for _ in range(depth):
-        x = checkpoint(one_loop, x, use_reentrant=False) if recompute else one_loop(x)
+        own = weights() if weights else None
+        if recompute:
+            x = checkpoint(one_loop, x, own, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = one_loop(x, own)
         states.append(x)
     return states
 

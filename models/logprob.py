@@ -21,4 +21,6 @@ def token_logprob(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature), [N, V] -> [N]."""
     logp = torch.log_softmax(logits / temperature, -1)
-    return -(logp.exp() * logp).sum(-1)
+    share = logp.exp()
+    # A token of probability 0 counts 0, also where its log-probability is -inf.
+    return -(share * logp.masked_fill(share == 0, 0.0)).sum(-1)

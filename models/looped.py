@@ -18,23 +18,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.numerics import dtype_name, wide
+from models.numerics import dtype_name, dtype_of, wide
 from models.rotary import Rotary
 from models.rounding import add_norm, attention_kernel, check_profile, rms_norm, rotate, swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [R, A, D], k [R, K, D], v [R, K, D]) -> [R, A, D]; k is already rotated."""
 
-WIDE_NAMES = ("exit_gate.weight", "exit_gate.bias", "head")
+# What decides the function besides the weights' bits.
+FUNCTION_FIELDS = ("family", "heads", "kv_heads", "head_dim", "loops", "rope_theta", "rms_eps", "tied")
+WIDE_NAMES = ("exit_gate.weight", "exit_gate.bias")
 
 
 class LoopedLM:
     """Weights (the compute copy of one policy version) and the verbs over them.
 
+    Loading in a dtype (`load_model(dtype=...)`) is the only way to have the model in it: there
+    is no `.to()`, which would cast the rotary frequencies along and leave wide copies behind.
+
     Attributes:
         config, profile, dtype, device: fixed at construction.
         weights: canonical name -> tensor, contiguous, owned storage (never a view of a
             mapped file: a weight 4 bytes off a 16-byte boundary gives other bits).
+        wide: float32 (float64 for references) exit gate and head, under the same names;
+            "head" is there for a tied model too.
         version: policy version, the number of optimizer steps behind these weights.
         kernel: attention kernel, `eager` or `sdpa`.
     """
@@ -47,42 +54,59 @@ class LoopedLM:
         self.config = config
         self.profile = check_profile(profile)
         self.weights = {name: weights[name] for name in shapes}
-        for name, weight in self.weights.items():
-            if tuple(weight.shape) != shapes[name] or not weight.is_contiguous():
-                raise AssertionError(f"{name}: shape {tuple(weight.shape)}, expected {shapes[name]}")
-            if weight.data_ptr() % 16:
-                raise AssertionError(f"{name} starts off a 16-byte boundary; give it own storage")
         self.dtype = self.weights["embed"].dtype
         self.device = self.weights["embed"].device
+        dtype_of(dtype_name(self.dtype))
+        for name, weight in self.weights.items():
+            self._check_weight(name, weight, shapes[name])
         self.version = version
         self.kernel = attention_kernel(profile, self.dtype)
         self.rotary = Rotary(config.head_dim, config.rope_theta, self.device)
-        self._widen()
+        self.wide = {name: weight.detach().to(wide(self.dtype))
+                     for name, weight in self._wide_sources().items()}
 
-    def _widen(self) -> None:
-        """Float32 copies of what is computed in float32; they belong to this version."""
-        kind = wide(self.dtype)
-        source = {**self.weights, "head": self.weights["embed" if self.config.tied else "head"]}
-        self.wide = {name: source[name].to(kind) for name in WIDE_NAMES}
+    def _check_weight(self, name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(weight.shape) != shape or not weight.is_contiguous():
+            raise AssertionError(f"{name}: shape {tuple(weight.shape)}, strides {weight.stride()}; "
+                                 f"expected {shape}, row-major")
+        if weight.data_ptr() % 16:
+            raise AssertionError(f"{name} starts off a 16-byte boundary; give it own storage")
+        if weight.dtype != self.dtype or weight.device != self.device:
+            raise AssertionError(f"{name} is {weight.dtype} on {weight.device}, embed is "
+                                 f"{self.dtype} on {self.device}")
+
+    def _wide_sources(self) -> dict[str, Tensor]:
+        """The weights that are computed with in float32; their copies belong to this version."""
+        head = self.weights["embed" if self.config.tied else "head"]
+        return {**{name: self.weights[name] for name in WIDE_NAMES}, "head": head}
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the compute copy by one cast of `weights` (masters) and name its version.
 
-        Storage addresses stay. Errors: RuntimeError when a tensor is missing or mis-shaped,
-        before anything is written.
+        Storage addresses stay, those of the wide copies too. Errors: RuntimeError when a
+        tensor is missing, unknown or mis-shaped, before anything is written.
         """
+        unknown = sorted(set(weights) - set(self.weights))
+        if unknown:
+            raise RuntimeError(f"publication of version {version}: tensor {unknown[0]!r} is not one "
+                               "of the model's")
         for name, old in self.weights.items():
             if name not in weights or weights[name].shape != old.shape:
                 raise RuntimeError(f"publication of version {version}: tensor {name!r} is missing "
                                    f"or not of shape {tuple(old.shape)}")
-        for name, old in self.weights.items():
-            old.copy_(weights[name])
-        self._widen()
+        with torch.no_grad():  # masters may require gradients; the compute copy never does
+            for name, old in self.weights.items():
+                old.copy_(weights[name])
+            for name, source in self._wide_sources().items():
+                if self.wide[name].data_ptr() != source.data_ptr():  # the same tensor in float32
+                    self.wide[name].copy_(source)
         self.version = version
 
     def digest(self) -> str:
-        """sha256 over name, dtype, shape and bytes of every tensor of the compute copy."""
+        """sha256 of the function: the config fields that decide it, and name, dtype, shape and
+        bytes of every tensor of the compute copy."""
         total = hashlib.sha256()
+        total.update(" ".join(f"{name}={getattr(self.config, name)}" for name in FUNCTION_FIELDS).encode())
         for name in sorted(self.weights):
             weight = self.weights[name].detach().cpu()
             total.update(f"{name} {dtype_name(weight.dtype)} {tuple(weight.shape)}\n".encode())
@@ -94,7 +118,7 @@ class LoopedLM:
 
     def embed(self, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Token ids [R] int64 -> hidden states before loop 1 [R, H]."""
-        return F.embedding(ids, (weights or self.weights)["embed"])
+        return F.embedding(ids, (self.weights if weights is None else weights)["embed"])
 
     def loop(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend,
              weights: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -103,7 +127,7 @@ class LoopedLM:
         cos, sin: float32 [R, 1, D] from `rotary` at the rows' positions. The returned state
         is normalised; it is what is read out and what the next loop takes.
         """
-        w = weights or self.weights
+        w = self.weights if weights is None else weights
         for layer in range(self.config.layers):
             x = self._layer(layer, x, cos, sin, attend, w)
         return rms_norm(x, w["norm"], self.config.rms_eps, self.profile)
@@ -127,7 +151,11 @@ class LoopedLM:
     def readout(self, h: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Hidden states after a loop [N, H] -> logits [N, V], float32 (float64 for float64)."""
         kind = wide(self.dtype)
-        return F.linear(h.to(kind), (weights or self.wide)["head"].to(kind))
+        if weights is None:
+            head = self.wide["head"]
+        else:
+            head = weights["embed" if self.config.tied else "head"].to(kind)
+        return F.linear(h.to(kind), head)
 
     def gate(self, h: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Exit-gate logits [N] of hidden states [N, H], float32 (float64 for float64).
@@ -135,6 +163,6 @@ class LoopedLM:
         A row sum, not a matrix product of one column: that one's bits depend on the row's
         index on some CPUs.
         """
-        w = weights or self.wide
+        w = self.wide if weights is None else weights
         kind = wide(self.dtype)
         return (h.to(kind) * w["exit_gate.weight"].to(kind)).sum(-1) + w["exit_gate.bias"].to(kind)

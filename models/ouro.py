@@ -16,16 +16,18 @@ DEFAULTS = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
     "num_key_value_heads": 32, "intermediate_size": 22016, "vocab_size": 151936,
     "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "total_ut_steps": 4,
-    "early_exit_threshold": 1.0, "tie_word_embeddings": False,
+    "early_exit_threshold": 1.0, "tie_word_embeddings": False, "rope_theta": 10000.0,
 }
 
 # Options that would change the function; the only values this project computes.
 ONLY_VALUES = {
     "hidden_act": ("silu",), "rope_scaling": (None,), "use_sliding_window": (False, None),
-    "attention_bias": (False, None), "mlp_bias": (False, None), "attention_dropout": (0, 0.0, None),
-    "partial_rotary_factor": (1, 1.0, None), "early_exit_step": (None,), "share_kv_across_loops":
-    (False, None), "quantization_config": (None,),
+    "attention_bias": (False, None), "mlp_bias": (False, None), "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None), "early_exit_step": (None,),
+    "share_kv_across_loops": (False, None), "quantization_config": (None,),
 }
+# Inside `rope_parameters`, where newer libraries write the rotary settings.
+ONLY_ROPE_VALUES = {"rope_type": ("default",), "type": ("default",), "partial_rotary_factor": (1, None)}
 
 LAYER_TENSORS = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
@@ -51,56 +53,98 @@ def parse(source: dict) -> ModelConfig:
                          "supported")
     _refuse_unsupported(source)
 
-    def value(name: str, kind: type = int):
-        found = source.get(name, DEFAULTS.get(name))
-        if kind is float and isinstance(found, int) and not isinstance(found, bool):
-            found = float(found)
-        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-            raise ValueError(f"config.json: {name} = {found!r} must be of type {kind.__name__}")
-        return found
-
-    hidden, heads = value("hidden_size"), value("num_attention_heads")
+    hidden, heads = _value(source, "hidden_size"), _value(source, "num_attention_heads")
     if source.get("head_dim") is None and (heads < 1 or hidden % heads):
         raise ValueError(f"config.json: head_dim is absent and hidden_size = {hidden} is not a "
                          f"multiple of num_attention_heads = {heads}")
-    threshold = source.get("early_exit_threshold", 1.0)
+    # A null means "as many as query heads" to the published class; an absent field its default.
+    kv_heads = heads if source.get("num_key_value_heads", 0) is None else _value(source, "num_key_value_heads")
+    # A null threshold turns the official gate off: never early, as a threshold of 1 does here.
+    threshold = 1.0 if source.get("early_exit_threshold", 0) is None else (
+        _value(source, "early_exit_threshold", float))
+    bos, pad = _ids(source, "bos_token_id"), _ids(source, "pad_token_id")
     return ModelConfig(
-        family="ouro", hidden=hidden, intermediate=value("intermediate_size"), heads=heads,
-        kv_heads=value("num_key_value_heads") if source.get("num_key_value_heads") is not None
-        or "num_key_value_heads" not in source else heads,
-        head_dim=value("head_dim") if source.get("head_dim") is not None else hidden // heads,
-        vocab=value("vocab_size"), loops=value("total_ut_steps"), layers=value("num_hidden_layers"),
-        max_positions=value("max_position_embeddings"), rope_theta=_rope_theta(source),
-        rms_eps=value("rms_norm_eps", float), tied=value("tie_word_embeddings", bool),
-        bos_id=_ids(source, "bos_token_id")[0] if _ids(source, "bos_token_id") else None,
-        pad_id=_ids(source, "pad_token_id")[0] if _ids(source, "pad_token_id") else None,
-        eos_ids=_ids(source, "eos_token_id"),
-        exit_threshold=1.0 if threshold is None else float(threshold), source=dict(source))
+        family="ouro", hidden=hidden, intermediate=_value(source, "intermediate_size"), heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_value(source, "head_dim") if source.get("head_dim") is not None else hidden // heads,
+        vocab=_value(source, "vocab_size"), loops=_value(source, "total_ut_steps"),
+        layers=_value(source, "num_hidden_layers"),
+        max_positions=_value(source, "max_position_embeddings"), rope_theta=_rope_theta(source),
+        rms_eps=_value(source, "rms_norm_eps", float),
+        tied=_value(source, "tie_word_embeddings", bool),
+        bos_id=bos[0] if bos else None, pad_id=pad[0] if pad else None,
+        eos_ids=_ids(source, "eos_token_id"), exit_threshold=threshold, source=dict(source))
+
+
+def _value(source: dict, name: str, kind: type = int, where: str = ""):
+    """Field `name` or its class default, checked to be a `kind` (an integer passes as float)."""
+    found = source.get(name, DEFAULTS.get(name))
+    if kind is float and isinstance(found, int) and not isinstance(found, bool):
+        found = float(found)
+    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+        raise ValueError(f"config.json: {where}{name} = {found!r} must be of type {kind.__name__}")
+    return found
 
 
 def _refuse_unsupported(source: dict) -> None:
-    for name, allowed in ONLY_VALUES.items():
-        if name in source and not any(source[name] is a or source[name] == a for a in allowed):
-            raise ValueError(f"config.json: {name} = {source[name]!r} is not supported (only "
-                             f"{allowed[0]!r} is)")
+    _refuse_other_values(source, ONLY_VALUES, "")
     layer_types = source.get("layer_types") or []
-    unusual = sorted(set(map(str, layer_types)) - {"full_attention"})
+    if not isinstance(layer_types, list):
+        raise ValueError(f"config.json: layer_types = {layer_types!r} must be a list")
+    unusual = [kind for kind in layer_types if kind != "full_attention"]
     if unusual:
         raise ValueError(f"config.json: layer_types has {unusual[0]!r}: only 'full_attention' is "
                          "supported")
 
 
+def _refuse_other_values(source: dict, only: dict[str, tuple], where: str) -> None:
+    for name, allowed in only.items():
+        if name in source and source[name] not in allowed:
+            raise ValueError(f"config.json: {where}{name} = {source[name]!r} is not supported (only "
+                             f"{allowed[0]!r} is)")
+
+
 def _rope_theta(source: dict) -> float:
     """At top level, or inside `rope_parameters` where a newer library rewrote the file."""
     nested = source.get("rope_parameters")
-    if nested is not None:
-        kind = nested.get("rope_type", "default")
-        if kind != "default":
-            raise ValueError(f"config.json: rope_parameters.rope_type = {kind!r} is not supported "
-                             "(only 'default' is)")
-        if "rope_theta" in nested:
-            return float(nested["rope_theta"])
-    return float(source.get("rope_theta", 10000.0))
+    if nested is None:
+        return _value(source, "rope_theta", float)
+    if not isinstance(nested, dict):
+        raise ValueError(f"config.json: rope_parameters = {nested!r} must be an object")
+    _refuse_other_values(nested, ONLY_ROPE_VALUES, "rope_parameters.")
+    if "rope_theta" not in nested:
+        return _value(source, "rope_theta", float)
+    theta = _value(nested, "rope_theta", float, "rope_parameters.")
+    if "rope_theta" in source and _value(source, "rope_theta", float) != theta:
+        raise ValueError(f"config.json: rope_theta = {source['rope_theta']!r} stands beside "
+                         f"rope_parameters.rope_theta = {theta!r}; make them agree")
+    return theta
+
+
+def to_json(config: ModelConfig) -> dict:
+    """The `config.json` of `config`: the one it was read from, where that still says the same.
+
+    A config that was changed since (other loops, say) or made by hand gets the fields that
+    differ written over; `parse(to_json(config)) == config` always.
+    """
+    if config.source and parse(config.source) == config:
+        return dict(config.source)
+    fields = {
+        "hidden_size": config.hidden, "intermediate_size": config.intermediate,
+        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
+        "vocab_size": config.vocab, "total_ut_steps": config.loops,
+        "max_position_embeddings": config.max_positions, "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_eps, "tie_word_embeddings": config.tied,
+        "early_exit_threshold": config.exit_threshold, "bos_token_id": config.bos_id,
+        "pad_token_id": config.pad_id, "layer_types": ["full_attention"] * config.layers,
+        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids),
+    }
+    kept = {name: value for name, value in config.source.items() if name != "rope_parameters"}
+    written = {"architectures": [ARCHITECTURE], "model_type": "ouro", "hidden_act": "silu"} | kept | fields
+    if parse(written) != config:
+        raise AssertionError(f"config.json written for {config} reads back as {parse(written)}")
+    return written
 
 
 def _ids(source: dict, name: str) -> tuple[int, ...]:

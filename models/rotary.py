@@ -22,8 +22,8 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float, device: torch.device):
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
         self.inv_freq = (1.0 / (theta ** exponent)).to(device)
-        self.cos = torch.empty(0, 1, head_dim, device=device)
-        self.sin = torch.empty(0, 1, head_dim, device=device)
+        self.cos = torch.empty(0, 1, head_dim, dtype=torch.float32, device=device)
+        self.sin = torch.empty_like(self.cos)
 
     def __call__(self, positions: Tensor, highest: int) -> tuple[Tensor, Tensor]:
         """cos, sin [R, 1, D] float32 for int64 positions [R], none above `highest`."""

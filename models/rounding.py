@@ -5,11 +5,11 @@ and float64 the two profiles are the same function up to the order of operations
 
 | region | `hf` (the official eager code) | `fused` |
 |---|---|---|
-| RMS norm | float32 inside; rounded after x * rsqrt, again after the weight | rounded once, with the residual where one follows |
+| RMS norm | float32 inside; rounded after x * rsqrt and after the weight | rounded once, after a following add |
 | residual add | rounded | part of the norm region |
 | rotary embedding | cos, sin, both products and their sum rounded | float32 inside, rounded once |
 | SwiGLU | silu rounded, product rounded | float32 inside, rounded once |
-| attention scores | product, scale and mask each rounded, probabilities rounded (`eager`) | float32 inside the kernel (`sdpa`) |
+| attention scores | `eager`: product, scale, mask and probabilities each rounded | `sdpa`: float32 inside the kernel |
 | linear layers | float32 accumulation, output rounded | the same |
 | head, log-softmax, gate, exit distribution | float32 throughout | the same |
 """
