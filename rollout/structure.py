@@ -1,0 +1,178 @@
+"""Whether the events of a log make sense: integers only, no model, no torch.
+
+Two independent checks. `check_events` executes the frontiers. `check_plan` lets the
+scheduler plan again with the logged tokens and depths: every pass must come out the same.
+"""
+
+from __future__ import annotations
+
+from engine import groups, sampler
+from engine.plan import Admit, Capacity, Finish, Pass, Readout, padded
+from engine.schedule import parse_schedule
+from engine.scheduler import Scheduler
+from rollout.log import ScheduleLog
+
+DERIVED = {"groups": groups.VERSION, "sampler": sampler.VERSION}
+
+
+def check_structure(log: ScheduleLog) -> None:
+    """RuntimeError naming the first event, sequence or field that does not fit."""
+    header = log.header
+    if header["derived"] != DERIVED:
+        raise RuntimeError(f"header: derived = {header['derived']} is unknown; this program derives "
+                           f"{DERIVED}")
+    for name, only in (("numerics", "shapes"), ("linear", "native"), ("catch_up", "lazy")):
+        if header[name] != only:
+            raise RuntimeError(f"header: {name} = {header[name]!r} is unknown")
+    for number in range(len(log.completions)):
+        _check_sequence(log, number)
+    check_events(log)
+    check_plan(log)
+
+
+def _check_sequence(log: ScheduleLog, number: int) -> None:
+    completion, header = log.completions[number], log.header
+    request, response = completion.request, completion.token_ids
+
+    def fail(what: str) -> None:
+        raise RuntimeError(f"sequence {number}: {what}")
+
+    if not request.prompt or not response:
+        fail("prompt or response is empty")
+    if len(response) > request.max_new_tokens:
+        fail(f"{len(response)} response tokens exceed max_new_tokens = {request.max_new_tokens}")
+    if max(*request.prompt, *response) >= header["vocab"]:
+        fail("a token id is outside the vocabulary")
+    if not all(1 <= depth <= header["loops"] for depth in completion.exit_depths):
+        fail("an exit depth is not a loop of the model")
+    stops = [token in header["stop_ids"] for token in response]
+    if any(stops[:-1]):
+        fail("a stop id stands before the end of the response")
+    expected_stop = response[-1] if stops[-1] else None
+    if completion.stop_id != expected_stop or (completion.finish_reason == "stop") != stops[-1]:
+        fail(f"finish reason {completion.finish_reason!r}, stop id {completion.stop_id} do not match "
+             f"the last token {response[-1]}")
+    if completion.finish_reason == "length" and len(response) != request.max_new_tokens:
+        fail("it ended by length before max_new_tokens")
+    if completion.finish_reason == "stop_string" and not header["stop_strings"]:
+        fail("it ended by a stop string but the header has none")
+    if completion.finish_reason not in ("stop", "stop_string", "length"):
+        fail(f"finish reason {completion.finish_reason!r} is unknown")
+
+
+def check_events(log: ScheduleLog) -> None:
+    """Execute frontiers and read-outs: spans start at the frontier, each token is read once."""
+    loops, capacity = log.header["loops"], Capacity(**log.header["capacity"])
+    frontier: dict[int, list[int]] = {}
+    finished: set[int] = set()  # membership only
+    for index, event in enumerate(log.events):
+        where = f"event {index}"
+        if isinstance(event, Pass):
+            _check_pass(where, event, frontier, log, capacity)
+        elif not 0 <= event.sequence < len(log.completions):
+            raise RuntimeError(f"{where}: sequence {event.sequence} is unknown")
+        elif isinstance(event, Admit):
+            if event.sequence in frontier or event.sequence in finished:
+                raise RuntimeError(f"{where}: sequence {event.sequence} is admitted twice")
+            frontier[event.sequence] = [len(log.completions[event.sequence].request.prompt),
+                                        *[0] * loops]
+        elif isinstance(event, Finish):
+            tokens = frontier.pop(event.sequence, None)
+            completion = log.completions[event.sequence]
+            if tokens is None or tokens[0] != len(completion.request.prompt) + len(
+                    completion.token_ids):
+                raise RuntimeError(f"{where}: sequence {event.sequence} finishes before its last "
+                                   "token was read out")
+            finished.add(event.sequence)
+    if frontier or len(finished) != len(log.completions):
+        raise RuntimeError("the log ends before every sequence has finished")
+
+
+def _check_pass(where: str, event: Pass, frontier: dict[int, list[int]], log: ScheduleLog,
+                capacity: Capacity) -> None:
+    loops, rows, last_row = log.header["loops"], 0, {}
+    order = [list(frontier).index(span.sequence) if span.sequence in frontier else -1
+             for span in event.spans]
+    if not event.spans or -1 in order or order != sorted(set(order)):
+        raise RuntimeError(f"{where}: its spans are not in order of admission of active sequences")
+    for number, loop, start, stop in event.spans:
+        cells = frontier[number]
+        if not 1 <= loop <= loops or start != cells[loop] or not start < stop <= cells[loop - 1]:
+            raise RuntimeError(f"{where}: span of sequence {number} at loop {loop}, positions "
+                               f"{start}..{stop} does not continue its frontier {cells}")
+        cells[loop] = stop
+        rows += stop - start
+        last_row[rows - 1] = number
+    if event.padded_rows != padded(rows, capacity.row_multiple) or rows > capacity.max_rows:
+        raise RuntimeError(f"{where}: {event.padded_rows} padded rows for {rows} rows")
+    if event.head_rows != padded(len(event.readouts), capacity.head_multiple):
+        raise RuntimeError(f"{where}: {event.head_rows} head rows for {len(event.readouts)} read-outs")
+    if [r.row for r in event.readouts] != sorted({r.row for r in event.readouts}):
+        raise RuntimeError(f"{where}: its read-outs are not in row order")
+    for row, number, position, loop in event.readouts:
+        completion = log.completions[number]
+        index = position + 1 - len(completion.request.prompt)
+        if last_row.get(row) != number or position != frontier[number][0] - 1:
+            raise RuntimeError(f"{where}: read-out of sequence {number} is not at its newest position")
+        if index >= len(completion.token_ids) or completion.exit_depths[index] != loop:
+            raise RuntimeError(f"{where}: sequence {number} is read out at loop {loop} for response "
+                               f"token {index}, its exit depth says otherwise")
+        frontier[number][0] += 1
+
+
+def check_plan(log: ScheduleLog) -> None:
+    """Plan again with the logged depths; the first event that differs is named."""
+    header = log.header
+    schedule = parse_schedule(header["schedule"], header["loops"])
+    if schedule.text != header["schedule"]:
+        raise RuntimeError(f"header: schedule {header['schedule']!r} is not in canonical form")
+    scheduler = Scheduler(schedule, Capacity(**header["capacity"]), header["seed"])
+    for number, completion in enumerate(log.completions):
+        request = completion.request
+        scheduler.add(number, request.uid, len(request.prompt), request.max_new_tokens)
+    events = iter(enumerate(log.events))
+
+    def expect(planned) -> None:
+        index, logged = next(events, (len(log.events), None))
+        if logged != planned:
+            raise RuntimeError(f"event {index}: the schedule plans {_brief(planned)}, the log has "
+                               f"{_brief(logged)}")
+
+    while scheduler.busy:
+        while scheduler.can_admit():
+            expect(scheduler.admit())
+        _replan(log, scheduler, expect)
+    if next(events, None) is not None:
+        raise RuntimeError("events follow after every sequence has finished")
+    if scheduler.peak_catch_up != log.peak_catch_up:
+        raise RuntimeError(f"peak_catch_up = {log.peak_catch_up}, the events have "
+                           f"{scheduler.peak_catch_up}")
+
+
+def _replan(log: ScheduleLog, scheduler: Scheduler, expect) -> None:
+    plan = scheduler.plan()
+    scheduler.advance(plan.spans)
+    readouts = []
+    for span_index, row in plan.candidates:
+        number, loop, _, stop = plan.spans[span_index]
+        completion = log.completions[number]
+        index = stop - len(completion.request.prompt)
+        depth = completion.exit_depths[index]
+        if scheduler.schedule.kind == "gate" and depth == loop:
+            scheduler.exit_here(number, loop)
+        if scheduler.active[number].depth == loop:
+            readouts.append(Readout(row, number, stop - 1, loop))
+    capacity = scheduler.capacity
+    expect(Pass(plan.spans, padded(plan.rows, capacity.row_multiple), tuple(readouts),
+                padded(len(readouts), capacity.head_multiple)))
+    for readout in readouts:
+        completion = log.completions[readout.sequence]
+        if readout.position + 2 - len(completion.request.prompt) < len(completion.token_ids):
+            scheduler.append(readout.sequence)
+        else:
+            expect(scheduler.finish(readout.sequence))
+
+
+def _brief(event) -> str:
+    text = repr(event)
+    return text if len(text) <= 200 else text[:200] + "..."

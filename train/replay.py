@@ -1,0 +1,109 @@
+"""Replay: execute a logged schedule again, with the logged tokens and without sampling.
+
+The result has the bits of the rollout as long as weights and process agree with the log.
+The recorded log-probs are never read here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.plan import Admit, Capacity, Pass
+from engine.runner import Runner
+from models.logprob import token_logprob
+from models.looped import LoopedLM
+from models.numerics import dtype_name, fingerprint
+from rollout.log import ScheduleLog
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Log-probs of the response tokens of a log.
+
+    values: float32 [tokens], sequence after sequence. starts: first index of each sequence in
+    `values`, plus the total at the end.
+    """
+
+    values: Tensor
+    starts: tuple[int, ...]
+
+
+def recorded(log: ScheduleLog) -> Replayed:
+    """The log-probs that the rollout wrote down, in the same form."""
+    values = torch.tensor([p for c in log.completions for p in c.logprobs], dtype=torch.float32)
+    return Replayed(values, starts(log))
+
+
+def starts(log: ScheduleLog) -> tuple[int, ...]:
+    """Where each sequence's tokens begin in a flat vector of all response tokens."""
+    found = [0]
+    for completion in log.completions:
+        found.append(found[-1] + len(completion.token_ids))
+    return tuple(found)
+
+
+def check_contract(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True) -> None:
+    """RuntimeError naming the first field in which model or process differ from the log.
+
+    same_weights = False allows other weights (a reference, a later policy version).
+    """
+    header = log.header
+    here = {"loops": model.config.loops, "vocab": model.config.vocab, "dtype": dtype_name(model.dtype),
+            "profile": model.profile, "attention": model.kernel, "family": model.config.family}
+    for name, value in here.items():
+        if header[name] != value:
+            raise RuntimeError(f"the log was made with {name} = {header[name]!r}, the model has "
+                               f"{value!r}")
+    process = fingerprint(model.device)
+    for name in sorted({*process, *header["fingerprint"]}):
+        if process.get(name) != header["fingerprint"].get(name):
+            raise RuntimeError(f"the log was made with {name} = {header['fingerprint'].get(name)!r}, "
+                               f"this process has {process.get(name)!r}: bits would differ")
+    if same_weights and header["weights"] != model.digest():
+        raise RuntimeError("the log was made by another model: its weights have digest "
+                           f"{header['weights'][:16]}..., these have {model.digest()[:16]}...")
+
+
+def replay(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True) -> Replayed:
+    """Log-probs of every response token under `model`, by the logged passes.
+
+    Errors: RuntimeError when model or process differ from the log (`check_contract`).
+    """
+    check_contract(model, log, same_weights=same_weights)
+    runner = Runner(model, Capacity(**log.header["capacity"]))
+    tokens = [c.request.prompt + c.token_ids for c in log.completions]
+    parts, places, first = [], [], starts(log)
+    for event in log.events:
+        if isinstance(event, Admit):
+            runner.admit(event.sequence)
+        elif isinstance(event, Pass):
+            inputs = [token for number, loop, start, stop in event.spans if loop == 1
+                      for token in tokens[number][start:stop]]
+            hidden = runner.run(event.spans, inputs)
+            if event.readouts:
+                logits = runner.read_out(hidden[[r.row for r in event.readouts]])
+                ids = torch.tensor([tokens[r.sequence][r.position + 1] for r in event.readouts],
+                                   device=logits.device)
+                parts.append(token_logprob(logits, ids, log.header["temperature"]))
+                places += [first[r.sequence] + r.position + 1
+                           - len(log.completions[r.sequence].request.prompt) for r in event.readouts]
+        else:
+            runner.release(event.sequence)
+    values = torch.empty(first[-1], dtype=torch.float32)
+    values[torch.tensor(places)] = torch.cat(parts).to(torch.float32).cpu()
+    return Replayed(values, first)
+
+
+def mismatches(found: Replayed, wanted: Replayed) -> Tensor:
+    """Indices of the tokens whose bits differ, int64."""
+    return torch.nonzero(found.values.view(torch.int32) != wanted.values.view(torch.int32))[:, 0]
+
+
+def locate(log: ScheduleLog, index: int) -> tuple[int, int]:
+    """(sequence, position of the token in prompt + response) of a flat token index."""
+    first = starts(log)
+    number = next(i for i in range(len(first) - 1) if index < first[i + 1])
+    return number, len(log.completions[number].request.prompt) + index - first[number]
