@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from engine.philox import depth_word
 
@@ -26,7 +27,7 @@ class Schedule:
         shallow: depth of `fixed` and of the shallow positions of `periodic`.
         period: every period-th response position of `periodic` is read out at T.
         threshold, low, high: of `gate`: smallest loop whose cumulative exit probability
-            reaches `threshold`, held within low..high; a threshold >= 1 never leaves early.
+            reaches `threshold`, held within low..high; 1 never leaves early (more is read as 1).
         weights: of `mix`: (depth, integer weight) in ascending depth.
     """
 
@@ -78,7 +79,7 @@ def parse_schedule(text: str, loops: int) -> Schedule:
         raise ValueError(f"schedule = {text!r}: catch-up {catch_up!r} is not supported; use lazy "
                          "(the default)")
     name, _, argument = body.partition(":")
-    if name == "dense" and not argument:
+    if body == "dense":
         return Schedule("dense", "fixed", loops, shallow=loops)
     if name == "draft":
         raise ValueError(f"schedule = {text!r}: draft schedules are not supported yet; use dense "
@@ -103,19 +104,23 @@ def _depth(text: str, value: str, loops: int) -> int:
 
 def _gate(text: str, values: str, loops: int) -> Schedule:
     first, *rest = values.split(",")
-    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", first) or float(first) <= 0:
-        raise ValueError(f"schedule = {text!r}: gate threshold {first!r} must be a number above 0")
-    bounds = {"min": 1, "max": loops}
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", first) or float(first) <= 0:
+        raise ValueError(f"schedule = {text!r}: gate threshold {first!r} must be a number above 0, "
+                         "as in exit:gate=0.4")
+    threshold = min(float(first), 1.0)
+    bounds: dict[str, int] = {}
     for part in rest:
         name, _, value = part.partition("=")
-        if name not in bounds:
-            raise ValueError(f"schedule = {text!r}: unknown option {name!r}; use min or max")
+        if name not in ("min", "max") or name in bounds:
+            raise ValueError(f"schedule = {text!r}: option {name!r} of gate must be min or max, each "
+                             "at most once")
         bounds[name] = _depth(text, value, loops)
-    if bounds["min"] > bounds["max"]:
-        raise ValueError(f"schedule = {text!r}: min = {bounds['min']} is above max = {bounds['max']}")
-    threshold = float(first)
-    return Schedule(f"exit:gate={threshold!r},min={bounds['min']},max={bounds['max']}", "gate", loops,
-                    threshold=threshold, low=bounds["min"], high=bounds["max"])
+    low, high = bounds.get("min", 1), bounds.get("max", loops)
+    if low > high:
+        raise ValueError(f"schedule = {text!r}: min = {low} is above max = {high}")
+    # Positional digits: an exponent would not be read back.
+    canonical = f"exit:gate={Decimal(repr(threshold)):f},min={low},max={high}"
+    return Schedule(canonical, "gate", loops, threshold=threshold, low=low, high=high)
 
 
 def _periodic(text: str, values: str, loops: int) -> Schedule:
@@ -136,8 +141,9 @@ def _mix(text: str, values: str, loops: int) -> Schedule:
             raise ValueError(f"schedule = {text!r}: {part!r} must be DEPTH:WEIGHT with an integer "
                              "weight, each depth once")
         weights[depth] = int(weight)
-    if not sum(weights.values()):
-        raise ValueError(f"schedule = {text!r}: the weights of mix add up to 0")
+    if not 0 < sum(weights.values()) <= 2**32:
+        raise ValueError(f"schedule = {text!r}: the weights of mix must add up to 1..2^32, the range "
+                         "of the numbers they are drawn with")
     ordered = tuple(sorted(weights.items()))
     canonical = ",".join(f"{depth}:{weight}" for depth, weight in ordered)
     return Schedule(f"exit:mix={canonical}", "mix", loops, weights=ordered)
