@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.numerics import wide
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: str) -> Tensor:
     """Attention of q [G, A, Q, D] over k, v [G, K, S, D] -> [G, A, Q, D].
@@ -37,5 +39,5 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     lowest = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(
         ~mask, torch.finfo(q.dtype).min)
-    weights = torch.softmax(scores + lowest, -1, dtype=torch.float32).to(q.dtype)
+    weights = torch.softmax(scores + lowest, -1, dtype=wide(q.dtype)).to(q.dtype)
     return weights @ v

@@ -99,28 +99,31 @@ def test_every_loop_has_keys_and_values_of_its_own(golden, tolerances):
     assert len(seen) == LOOPS * LAYERS
 
 
+def cached_pass(model, cache, ids, start, stop):
+    """Rows start..stop through all loops, over keys and values kept by (loop, layer)."""
+    cos, sin = model.rotary(torch.arange(start, stop), stop - 1)
+    mask = (torch.arange(stop) <= torch.arange(start, stop)[:, None])[None, None]
+
+    def attend(layer, q, k, v):
+        old = cache.get((loop, layer), (k[:0], v[:0]))
+        cache[loop, layer] = k, v = torch.cat((old[0], k)), torch.cat((old[1], v))
+        return attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask, model.kernel)[0].transpose(0, 1)
+
+    x = model.embed(ids[start:stop])
+    for loop in range(LOOPS):  # noqa: B007 - read by attend
+        x = model.loop(x, cos, sin, attend)
+    return model.readout(x)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decoding_from_a_cache_gives_the_official_cached_logits(golden, tolerances, dtype):
-    """20 tokens at once, then 13 single rows over keys kept by (loop, layer)."""
-    model = load_model(FOLDER, dtype=dtype)
-    ids, cache, last = golden["p33.input_ids"], {}, []
-    for start, stop in [(0, 20), *((p, p + 1) for p in range(20, 33))]:
-        cos, sin = model.rotary(torch.arange(start, stop), stop - 1)
-        mask = (torch.arange(stop) <= torch.arange(start, stop)[:, None])[None, None]
-
-        def attend(layer, q, k, v, mask=mask):
-            old = cache.get((loop, layer), (k[:0], v[:0]))
-            cache[loop, layer] = k, v = torch.cat((old[0], k)), torch.cat((old[1], v))
-            groups = (x.transpose(0, 1)[None] for x in (q, k, v))
-            return attention(*groups, mask, model.kernel)[0].transpose(0, 1)
-
-        x = model.embed(ids[start:stop])
-        for loop in range(LOOPS):  # noqa: B007 - read by attend
-            x = model.loop(x, cos, sin, attend)
-        last.append(model.readout(x))
+    """20 tokens at once, then 13 single rows."""
+    model, ids, cache = load_model(FOLDER, dtype=dtype), golden["p33.input_ids"], {}
+    spans = [(0, 20), *((p, p + 1) for p in range(20, 33))]
+    last = torch.cat([cached_pass(model, cache, ids, *span) for span in spans])
     name, atol = {"float32": ("p33.cached_fp32.logits_last", tolerances["fp32_logits_atol"]),
                   "bfloat16": ("p33.cached_bf16.logits_last", tolerances["bf16_logits_atol_other_kernels"])}[dtype]
-    assert furthest(torch.cat(last), golden[name]) <= atol
+    assert furthest(last, golden[name]) <= atol
 
 
 def test_greedy_continuation(golden):
