@@ -1,9 +1,9 @@
 """The schedule log: one file a cohort, everything needed to execute the rollout again.
 
 The byte layout is described in `docs/schedule-log.md` for readers in other languages.
-Reading is strict: an unknown version or field, a cut or altered file, or a byte left over
-is a RuntimeError that says which. This file checks form; `rollout/structure.py` checks that
-the events make sense.
+Reading is strict: an unknown version or field, a cut or altered file, a byte left over, or
+anything that `encode` would have written otherwise is a RuntimeError that says which. This
+file checks form; `rollout/structure.py` checks that the events make sense.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +20,14 @@ import numpy as np
 
 from engine.engine import Completion, Request, Rollout
 from engine.plan import Admit, Event, Finish, Pass, Readout, Span
+from rollout.header import check_header, check_keys, is_integer
 
 MAGIC = b"REPRISE\n"
 FORMAT = 1
 PREFIX = struct.Struct("<8sIQ")  # magic, format version, length of the JSON part
 DIGEST_BYTES = 32
 
-KINDS = {"admit": 0, "pass": 1, "finish": 2}
+ADMIT, PASS, FINISH = 0, 1, 2
 FINAL = 0  # the one kind of read-out so far
 
 # Name -> little-endian dtype, in file order.
@@ -34,15 +36,12 @@ ARRAYS = {
     "response_ids": "<u4", "trained": "<u1", "exit_depths": "<u1", "logprobs": "<f4",
     "event_kind": "<u1", "event_sequence": "<u4",
     "pass_spans": "<u2", "pass_rows": "<u2", "pass_readouts": "<u2", "pass_head_rows": "<u2",
-    "span_sequence": "<u4", "span_stage": "<u1", "span_start": "<u4", "span_rows": "<u2",
+    "span_sequence": "<u4", "span_stage": "<u1", "span_rows": "<u2",
     "readout_row": "<u2", "readout_kind": "<u1",
 }
-HEADER_KEYS = frozenset({
-    "policy_version", "weights", "family", "loops", "stages", "vocab", "dtype", "profile",
-    "numerics", "linear", "attention", "fingerprint", "seed", "temperature", "greedy", "stop_ids",
-    "stop_strings", "schedule", "catch_up", "capacity", "derived"})
-SEQUENCE_KEYS = ("dataset", "example", "group", "sample", "max_new_tokens", "finish_reason",
-                 "stop_id")
+SEQUENCE_FIELDS = ("dataset", "example", "group", "sample", "max_new_tokens", "finish_reason",
+                   "stop_id")
+JSON_FIELDS = ("arrays", "header", "peak_catch_up", "sequence_fields", "sequences")
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,14 @@ def write_log(log: ScheduleLog, path: str | Path) -> None:
 
 
 def read_log(path: str | Path) -> ScheduleLog:
-    """Read a log. RuntimeError says what is wrong with the file."""
+    """Read a log. RuntimeError says what is wrong with the file, ValueError that there is none."""
     path = Path(path)
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(f"log {path} does not exist") from None
+    except IsADirectoryError:
+        raise ValueError(f"log {path} is a folder; name the file in it") from None
     try:
         return decode(data)
     except RuntimeError as error:
@@ -101,17 +102,25 @@ def read_log(path: str | Path) -> ScheduleLog:
 
 
 def encode(log: ScheduleLog) -> bytes:
-    """The bytes of a log, digest included."""
-    arrays = _to_arrays(log)
+    """The bytes of a log, digest included.
+
+    Errors: ValueError for a value that its array cannot hold, AssertionError for a span that
+    does not start where its sequence's cells at that loop end (a start is not written).
+    """
+    columns = _sequence_columns(log) | _event_columns(log.events)
+    try:
+        arrays = {name: np.array(columns[name], dtype=kind) for name, kind in ARRAYS.items()}
+    except OverflowError as error:
+        raise ValueError(f"a value of this run does not fit the log format ({error}): passes are "
+                         "limited to 65,535 rows; lower max_rows") from None
     sequences = [[c.request.dataset, c.request.example, c.request.group, c.request.sample,
                   c.request.max_new_tokens, c.finish_reason, c.stop_id] for c in log.completions]
-    described = {"header": log.header, "sequence_fields": list(SEQUENCE_KEYS),
+    described = {"header": log.header, "sequence_fields": list(SEQUENCE_FIELDS),
                  "sequences": sequences, "peak_catch_up": log.peak_catch_up,
-                 "arrays": [[name, ARRAYS[name], len(arrays[name])] for name in ARRAYS]}
-    text = json.dumps(described, ensure_ascii=False, sort_keys=True,
-                      separators=(",", ":")).encode()
+                 "arrays": [[name, kind, len(arrays[name])] for name, kind in ARRAYS.items()]}
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     body = b"".join([PREFIX.pack(MAGIC, FORMAT, len(text)), text,
-                     *(arrays[name].tobytes() for name in ARRAYS)])
+                     *(array.tobytes() for array in arrays.values())])
     return body + hashlib.sha256(body).digest()
 
 
@@ -129,121 +138,150 @@ def decode(data: bytes) -> ScheduleLog:
         raise RuntimeError("altered or cut short: the digest does not match the contents")
     try:
         described = json.loads(body[PREFIX.size:PREFIX.size + length])
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:
         raise RuntimeError(f"the JSON part is damaged: {error}") from None
-    _expect_keys("the JSON part", described, {"header", "sequence_fields", "sequences", "arrays",
-                                              "peak_catch_up"})
-    _expect_keys("the header", described["header"], HEADER_KEYS)
-    if described["sequence_fields"] != list(SEQUENCE_KEYS):
+    check_keys("the JSON part", described, JSON_FIELDS)
+    check_header(described["header"])
+    _check_described(described)
+    log = _assemble(described, _Columns(_split(body, PREFIX.size + length, described["arrays"])))
+    if encode(log) != data:
+        raise RuntimeError("not in the form in which logs are written (the same contents encode to "
+                           "other bytes)")
+    return log
+
+
+def _check_described(described: dict) -> None:
+    if described["sequence_fields"] != list(SEQUENCE_FIELDS):
         raise RuntimeError(f"unknown sequence fields {described['sequence_fields']}")
-    arrays = _split(body, PREFIX.size + length, described["arrays"])
-    return _from_arrays(described, arrays)
-
-
-def _expect_keys(where: str, found: dict, wanted) -> None:
-    if not isinstance(found, dict) or set(found) != set(wanted):
-        odd = sorted(set(found) ^ set(wanted)) if isinstance(found, dict) else [type(found).__name__]
-        raise RuntimeError(f"{where} has unknown or missing fields: {', '.join(odd)}")
-
-
-def _split(body: bytes, offset: int, described: list) -> dict[str, np.ndarray]:
-    if [entry[:2] for entry in described] != [[name, kind] for name, kind in ARRAYS.items()]:
+    if not is_integer(described["peak_catch_up"]):
+        raise RuntimeError(f"peak_catch_up = {described['peak_catch_up']!r} must be an integer from 0")
+    arrays, sequences = described["arrays"], described["sequences"]
+    if not (isinstance(arrays, list) and all(isinstance(e, list) and len(e) == 3 for e in arrays)
+            and [entry[:2] for entry in arrays] == [[name, kind] for name, kind in ARRAYS.items()]
+            and all(is_integer(count) for _, _, count in arrays)):
         raise RuntimeError("unknown or missing arrays")
+    if not isinstance(sequences, list):
+        raise RuntimeError("sequences must be a list")
+    for number, entry in enumerate(sequences):
+        well_formed = isinstance(entry, list) and len(entry) == len(SEQUENCE_FIELDS) and (
+            all(isinstance(entry[i], str) for i in (0, 1, 5)) and is_integer(entry[4], 1)
+            and all(is_integer(entry[i], -2**63) for i in (2, 3))
+            and (entry[6] is None or is_integer(entry[6])))
+        if not well_formed:
+            raise RuntimeError(f"sequence {number}: its fields {str(entry)[:200]} are malformed")
+
+
+def _split(body: bytes, offset: int, described: list) -> dict[str, list]:
     arrays = {}
     for name, kind, count in described:
         end = offset + np.dtype(kind).itemsize * count
-        if count < 0 or end > len(body):
+        if end > len(body):
             raise RuntimeError(f"array {name} reaches beyond the end of the file")
-        arrays[name] = np.frombuffer(body[offset:end], dtype=kind)
+        arrays[name] = np.frombuffer(body[offset:end], dtype=kind).tolist()
         offset = end
     if offset != len(body):
         raise RuntimeError(f"{len(body) - offset} bytes are left over after the last array")
     return arrays
 
 
-def _to_arrays(log: ScheduleLog) -> dict[str, np.ndarray]:
-    columns: dict[str, list] = {name: [] for name in ARRAYS}
-
-    def put(**values) -> None:
-        for name, value in values.items():
-            columns[name].append(value)
-
-    for completion, trained in zip(log.completions, log.trained, strict=True):
-        put(uid=completion.request.uid, prompt_length=len(completion.request.prompt),
-            response_length=len(completion.token_ids))
-        columns["prompt_ids"] += completion.request.prompt
-        columns["response_ids"] += completion.token_ids
-        columns["trained"] += trained
-        columns["exit_depths"] += completion.exit_depths
-        columns["logprobs"] += completion.logprobs
-    for event in log.events:
-        if isinstance(event, Pass):
-            put(event_kind=KINDS["pass"], pass_spans=len(event.spans), pass_rows=event.padded_rows,
-                pass_readouts=len(event.readouts), pass_head_rows=event.head_rows)
-            for sequence, loop, start, stop in event.spans:
-                put(span_sequence=sequence, span_stage=loop, span_start=start, span_rows=stop - start)
-            for readout in event.readouts:
-                put(readout_row=readout.row, readout_kind=FINAL)
-        else:
-            put(event_kind=KINDS["admit" if isinstance(event, Admit) else "finish"],
-                event_sequence=event.sequence)
-    try:
-        return {name: np.array(column, dtype=ARRAYS[name]) for name, column in columns.items()}
-    except OverflowError as error:
-        raise ValueError(f"a value does not fit the log format ({error}): passes are limited to "
-                         "65,535 rows; lower max_rows") from None
+def _sequence_columns(log: ScheduleLog) -> dict[str, list]:
+    done = log.completions
+    return {
+        "uid": [c.request.uid for c in done],
+        "prompt_length": [len(c.request.prompt) for c in done],
+        "response_length": [len(c.token_ids) for c in done],
+        "prompt_ids": [token for c in done for token in c.request.prompt],
+        "response_ids": [token for c in done for token in c.token_ids],
+        "trained": [flag for flags in log.trained for flag in flags],
+        "exit_depths": [depth for c in done for depth in c.exit_depths],
+        "logprobs": [value for c in done for value in c.logprobs],
+    }
 
 
-def _from_arrays(described: dict, arrays: dict[str, np.ndarray]) -> ScheduleLog:
-    taken = {name: 0 for name in ARRAYS}
-    values = {name: array.tolist() for name, array in arrays.items()}
+def _event_columns(events: Sequence[Event]) -> dict[str, list]:
+    passes = [event for event in events if isinstance(event, Pass)]
+    spans = [span for event in passes for span in event.spans]
+    ends: dict[tuple[int, int], int] = {}
+    for span in spans:
+        sequence, loop, start, stop = span
+        if ends.get((sequence, loop), 0) != start:
+            raise AssertionError(f"{span} does not start where its cells end, {ends.get((sequence, loop), 0)}")
+        ends[sequence, loop] = stop
+    readouts = [readout.row for event in passes for readout in event.readouts]
+    return {
+        "event_kind": [PASS if isinstance(e, Pass) else ADMIT if isinstance(e, Admit) else FINISH
+                       for e in events],
+        "event_sequence": [event.sequence for event in events if not isinstance(event, Pass)],
+        "pass_spans": [len(event.spans) for event in passes],
+        "pass_rows": [event.padded_rows for event in passes],
+        "pass_readouts": [len(event.readouts) for event in passes],
+        "pass_head_rows": [event.head_rows for event in passes],
+        "span_sequence": [span.sequence for span in spans],
+        "span_stage": [span.loop for span in spans],
+        "span_rows": [span.stop - span.start for span in spans],
+        "readout_row": readouts, "readout_kind": [FINAL] * len(readouts),
+    }
 
-    def take(name: str, count: int = 1) -> list:
-        start = taken[name]
-        taken[name] = start + count
-        if taken[name] > len(values[name]):
+
+class _Columns:
+    """Hands the arrays' entries out in order and knows whether all were taken."""
+
+    def __init__(self, values: dict[str, list]):
+        self.values = values
+        self.taken = dict.fromkeys(values, 0)
+        self.ends: dict[tuple[int, int], int] = {}  # cells of each (sequence, loop) so far
+
+    def take(self, name: str, count: int) -> tuple:
+        start = self.taken[name]
+        self.taken[name] = start + count
+        if self.taken[name] > len(self.values[name]):
             raise RuntimeError(f"array {name} is too short for what refers to it")
-        return values[name][start:start + count]
+        return tuple(self.values[name][start:start + count])
 
+    def one(self, name: str):
+        return self.take(name, 1)[0]
+
+    def check_all_taken(self) -> None:
+        for name, values in self.values.items():
+            if self.taken[name] != len(values):
+                raise RuntimeError(f"array {name}: {len(values) - self.taken[name]} entries that "
+                                   "nothing refers to")
+
+
+def _assemble(described: dict, columns: _Columns) -> ScheduleLog:
     completions, trained = [], []
-    for entry in described["sequences"]:
-        if len(entry) != len(SEQUENCE_KEYS):
-            raise RuntimeError("a sequence entry has the wrong number of fields")
-        dataset, example, group, sample, max_new, reason, stop_id = entry
-        [uid], [prompt], [response] = take("uid"), take("prompt_length"), take("response_length")
-        request = Request(tuple(take("prompt_ids", prompt)), max_new, uid, dataset, example, group,
-                          sample)
-        trained.append(tuple(map(bool, take("trained", response))))
+    for dataset, example, group, sample, max_new, reason, stop_id in described["sequences"]:
+        prompt, response = columns.one("prompt_length"), columns.one("response_length")
+        request = Request(columns.take("prompt_ids", prompt), max_new, columns.one("uid"), dataset,
+                          example, group, sample)
+        trained.append(tuple(map(bool, columns.take("trained", response))))
         completions.append(Completion(
-            request, tuple(take("response_ids", response)), tuple(take("logprobs", response)),
-            tuple(take("exit_depths", response)), reason, stop_id))
-    events = [_event(kind, take) for kind in take("event_kind", len(values["event_kind"]))]
-    for name, array in values.items():
-        if taken[name] != len(array):
-            raise RuntimeError(f"array {name}: {len(array) - taken[name]} entries that nothing "
-                               "refers to")
-    return ScheduleLog(described["header"], tuple(completions), tuple(trained), tuple(events),
+            request, columns.take("response_ids", response), columns.take("logprobs", response),
+            columns.take("exit_depths", response), reason, stop_id))
+    kinds = columns.take("event_kind", len(columns.values["event_kind"]))
+    events = tuple(_event(kind, columns) for kind in kinds)
+    columns.check_all_taken()
+    return ScheduleLog(described["header"], tuple(completions), tuple(trained), events,
                        described["peak_catch_up"])
 
 
-def _event(kind: int, take) -> Event:
-    if kind == KINDS["admit"]:
-        return Admit(*take("event_sequence"))
-    if kind == KINDS["finish"]:
-        return Finish(*take("event_sequence"))
-    if kind != KINDS["pass"]:
+def _event(kind: int, columns: _Columns) -> Event:
+    if kind in (ADMIT, FINISH):
+        return (Admit if kind == ADMIT else Finish)(columns.one("event_sequence"))
+    if kind != PASS:
         raise RuntimeError(f"event kind {kind} is unknown")
-    [spans], [rows] = take("pass_spans"), take("pass_rows")
-    [readouts], [head] = take("pass_readouts"), take("pass_head_rows")
-    columns = (take(name, spans) for name in ("span_sequence", "span_stage", "span_start",
-                                              "span_rows"))
-    found = tuple(Span(sequence, loop, start, start + count)
-                  for sequence, loop, start, count in zip(*columns))
-    if any(kind != FINAL for kind in take("readout_kind", readouts)):
+    count, rows = columns.one("pass_spans"), columns.one("pass_rows")
+    readouts, head = columns.one("pass_readouts"), columns.one("pass_head_rows")
+    spans, places = [], []
+    for sequence, loop, wide in zip(*(columns.take(name, count) for name in (
+            "span_sequence", "span_stage", "span_rows"))):
+        start = columns.ends.get((sequence, loop), 0)
+        columns.ends[sequence, loop] = start + wide
+        spans.append(Span(sequence, loop, start, start + wide))
+        places += [(sequence, position, loop) for position in range(start, start + wide)]
+    if any(found != FINAL for found in columns.take("readout_kind", readouts)):
         raise RuntimeError("a read-out kind is unknown")
-    places = [(span.sequence, position, span.loop) for span in found
-              for position in range(span.start, span.stop)]
-    rows_read = take("readout_row", readouts)
+    rows_read = columns.take("readout_row", readouts)
     if any(row >= len(places) for row in rows_read):
         raise RuntimeError("a read-out names a row that its pass does not have")
-    return Pass(found, rows, tuple(Readout(row, *places[row]) for row in rows_read), head)
+    return Pass(tuple(spans), rows, tuple(Readout(row, *places[row]) for row in rows_read), head)

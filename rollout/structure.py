@@ -2,37 +2,58 @@
 
 Two independent checks. `check_events` executes the frontiers. `check_plan` lets the
 scheduler plan again with the logged tokens and depths: every pass must come out the same.
+Neither can tell whether a token or an exit was what the model gave: replay does that.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from engine import groups, sampler
 from engine.plan import Admit, Capacity, Finish, Pass, Readout, padded
-from engine.schedule import parse_schedule
+from engine.schedule import Schedule, parse_schedule
 from engine.scheduler import Scheduler
-from rollout.log import ScheduleLog
+from rollout.log import ScheduleLog, read_log
 
 DERIVED = {"groups": groups.VERSION, "sampler": sampler.VERSION}
+ONLY = {"numerics": "shapes", "linear": "native", "catch_up": "lazy", "derived": DERIVED}
+
+
+def read_checked(path: str | Path) -> ScheduleLog:
+    """Read a log and check its structure; RuntimeError and ValueError name the file."""
+    log = read_log(path)
+    try:
+        check_structure(log)
+    except RuntimeError as error:
+        raise RuntimeError(f"log {path}: {error}") from None
+    return log
 
 
 def check_structure(log: ScheduleLog) -> None:
     """RuntimeError naming the first event, sequence or field that does not fit."""
     header = log.header
-    if header["derived"] != DERIVED:
-        raise RuntimeError(f"header: derived = {header['derived']} is unknown; this program derives "
-                           f"{DERIVED}")
-    for name, only in (("numerics", "shapes"), ("linear", "native"), ("catch_up", "lazy")):
+    for name, only in ONLY.items():
         if header[name] != only:
-            raise RuntimeError(f"header: {name} = {header[name]!r} is unknown")
+            raise RuntimeError(f"header: {name} = {header[name]!r} is unknown; this program has {only!r}")
+    try:
+        schedule, capacity = parse_schedule(header["schedule"], header["loops"]), Capacity(**header["capacity"])
+        scheduler = Scheduler(schedule, capacity, header["seed"])
+        for number, completion in enumerate(log.completions):
+            request = completion.request
+            scheduler.add(number, request.uid, len(request.prompt), request.max_new_tokens)
+    except ValueError as error:
+        raise RuntimeError(f"header: {error}") from None
+    if schedule.text != header["schedule"]:
+        raise RuntimeError(f"header: schedule {header['schedule']!r} is not in canonical form")
     for number in range(len(log.completions)):
-        _check_sequence(log, number)
+        _check_sequence(log, number, schedule)
     check_events(log)
-    check_plan(log)
+    check_plan(log, scheduler)
 
 
-def _check_sequence(log: ScheduleLog, number: int) -> None:
+def _check_sequence(log: ScheduleLog, number: int, schedule: Schedule) -> None:
     completion, header = log.completions[number], log.header
-    request, response = completion.request, completion.token_ids
+    request, response, reason = completion.request, completion.token_ids, completion.finish_reason
 
     def fail(what: str) -> None:
         raise RuntimeError(f"sequence {number}: {what}")
@@ -43,60 +64,60 @@ def _check_sequence(log: ScheduleLog, number: int) -> None:
         fail(f"{len(response)} response tokens exceed max_new_tokens = {request.max_new_tokens}")
     if max(*request.prompt, *response) >= header["vocab"]:
         fail("a token id is outside the vocabulary")
-    if not all(1 <= depth <= header["loops"] for depth in completion.exit_depths):
-        fail("an exit depth is not a loop of the model")
+    low, high = (schedule.low, schedule.high) if schedule.kind == "gate" else (1, schedule.max_depth)
+    if not all(low <= depth <= high for depth in completion.exit_depths):
+        fail(f"an exit depth lies outside {low}..{high}, which {schedule.text} allows")
     stops = [token in header["stop_ids"] for token in response]
     if any(stops[:-1]):
         fail("a stop id stands before the end of the response")
     expected_stop = response[-1] if stops[-1] else None
-    if completion.stop_id != expected_stop or (completion.finish_reason == "stop") != stops[-1]:
-        fail(f"finish reason {completion.finish_reason!r}, stop id {completion.stop_id} do not match "
-             f"the last token {response[-1]}")
-    if completion.finish_reason == "length" and len(response) != request.max_new_tokens:
+    if completion.stop_id != expected_stop or (reason == "stop") != stops[-1]:
+        fail(f"finish reason {reason!r}, stop id {completion.stop_id} do not match the last token "
+             f"{response[-1]}")
+    if reason == "length" and len(response) != request.max_new_tokens:
         fail("it ended by length before max_new_tokens")
-    if completion.finish_reason == "stop_string" and not header["stop_strings"]:
+    if reason == "stop_string" and not header["stop_strings"]:
         fail("it ended by a stop string but the header has none")
-    if completion.finish_reason not in ("stop", "stop_string", "length"):
-        fail(f"finish reason {completion.finish_reason!r} is unknown")
+    if reason not in ("stop", "stop_string", "length"):
+        fail(f"finish reason {reason!r} is unknown")
 
 
 def check_events(log: ScheduleLog) -> None:
     """Execute frontiers and read-outs: spans start at the frontier, each token is read once."""
     loops, capacity = log.header["loops"], Capacity(**log.header["capacity"])
-    frontier: dict[int, list[int]] = {}
-    finished: set[int] = set()  # membership only
+    active: dict[int, list[int]] = {}  # frontiers f[0..T], in order of admission
+    rank: dict[int, int] = {}  # place in the order of admission, of all admitted so far
     for index, event in enumerate(log.events):
         where = f"event {index}"
         if isinstance(event, Pass):
-            _check_pass(where, event, frontier, log, capacity)
-        elif not 0 <= event.sequence < len(log.completions):
-            raise RuntimeError(f"{where}: sequence {event.sequence} is unknown")
-        elif isinstance(event, Admit):
-            if event.sequence in frontier or event.sequence in finished:
-                raise RuntimeError(f"{where}: sequence {event.sequence} is admitted twice")
-            frontier[event.sequence] = [len(log.completions[event.sequence].request.prompt),
-                                        *[0] * loops]
+            _check_pass(where, event, active, rank, log, capacity)
+            continue
+        number = event.sequence
+        if not 0 <= number < len(log.completions):
+            raise RuntimeError(f"{where}: sequence {number} is unknown")
+        completion = log.completions[number]
+        if isinstance(event, Admit):
+            if number in rank:
+                raise RuntimeError(f"{where}: sequence {number} is admitted twice")
+            rank[number] = len(rank)
+            active[number] = [len(completion.request.prompt), *[0] * loops]
         elif isinstance(event, Finish):
-            tokens = frontier.pop(event.sequence, None)
-            completion = log.completions[event.sequence]
-            if tokens is None or tokens[0] != len(completion.request.prompt) + len(
-                    completion.token_ids):
-                raise RuntimeError(f"{where}: sequence {event.sequence} finishes before its last "
-                                   "token was read out")
-            finished.add(event.sequence)
-    if frontier or len(finished) != len(log.completions):
+            tokens = active.pop(number, None)
+            if tokens is None or tokens[0] != len(completion.request.prompt) + len(completion.token_ids):
+                raise RuntimeError(f"{where}: sequence {number} finishes before its last token was "
+                                   "read out")
+    if active or len(rank) != len(log.completions):
         raise RuntimeError("the log ends before every sequence has finished")
 
 
-def _check_pass(where: str, event: Pass, frontier: dict[int, list[int]], log: ScheduleLog,
-                capacity: Capacity) -> None:
+def _check_pass(where: str, event: Pass, active: dict[int, list[int]], rank: dict[int, int],
+                log: ScheduleLog, capacity: Capacity) -> None:
     loops, rows, last_row = log.header["loops"], 0, {}
-    order = [list(frontier).index(span.sequence) if span.sequence in frontier else -1
-             for span in event.spans]
+    order = [rank[span.sequence] if span.sequence in active else -1 for span in event.spans]
     if not event.spans or -1 in order or order != sorted(set(order)):
         raise RuntimeError(f"{where}: its spans are not in order of admission of active sequences")
     for number, loop, start, stop in event.spans:
-        cells = frontier[number]
+        cells = active[number]
         if not 1 <= loop <= loops or start != cells[loop] or not start < stop <= cells[loop - 1]:
             raise RuntimeError(f"{where}: span of sequence {number} at loop {loop}, positions "
                                f"{start}..{stop} does not continue its frontier {cells}")
@@ -112,24 +133,19 @@ def _check_pass(where: str, event: Pass, frontier: dict[int, list[int]], log: Sc
     for row, number, position, loop in event.readouts:
         completion = log.completions[number]
         index = position + 1 - len(completion.request.prompt)
-        if last_row.get(row) != number or position != frontier[number][0] - 1:
+        if last_row.get(row) != number or position != active[number][0] - 1:
             raise RuntimeError(f"{where}: read-out of sequence {number} is not at its newest position")
         if index >= len(completion.token_ids) or completion.exit_depths[index] != loop:
             raise RuntimeError(f"{where}: sequence {number} is read out at loop {loop} for response "
                                f"token {index}, its exit depth says otherwise")
-        frontier[number][0] += 1
+        active[number][0] += 1
 
 
-def check_plan(log: ScheduleLog) -> None:
-    """Plan again with the logged depths; the first event that differs is named."""
-    header = log.header
-    schedule = parse_schedule(header["schedule"], header["loops"])
-    if schedule.text != header["schedule"]:
-        raise RuntimeError(f"header: schedule {header['schedule']!r} is not in canonical form")
-    scheduler = Scheduler(schedule, Capacity(**header["capacity"]), header["seed"])
-    for number, completion in enumerate(log.completions):
-        request = completion.request
-        scheduler.add(number, request.uid, len(request.prompt), request.max_new_tokens)
+def check_plan(log: ScheduleLog, scheduler: Scheduler) -> None:
+    """Plan again with the logged depths; the first event that differs is named.
+
+    scheduler: of the log's schedule, capacity and seed, with every sequence added.
+    """
     events = iter(enumerate(log.events))
 
     def expect(planned) -> None:
@@ -157,8 +173,7 @@ def _replan(log: ScheduleLog, scheduler: Scheduler, expect) -> None:
         number, loop, _, stop = plan.spans[span_index]
         completion = log.completions[number]
         index = stop - len(completion.request.prompt)
-        depth = completion.exit_depths[index]
-        if scheduler.schedule.kind == "gate" and depth == loop:
+        if scheduler.schedule.kind == "gate" and completion.exit_depths[index] == loop:
             scheduler.exit_here(number, loop)
         if scheduler.active[number].depth == loop:
             readouts.append(Readout(row, number, stop - 1, loop))
