@@ -45,8 +45,11 @@ def check_structure(log: ScheduleLog) -> None:
         raise RuntimeError(f"header: {error}") from None
     if schedule.text != header["schedule"]:
         raise RuntimeError(f"header: schedule {header['schedule']!r} is not in canonical form")
-    for number in range(len(log.completions)):
+    first: dict[int, int] = {}
+    for number, completion in enumerate(log.completions):
         _check_sequence(log, number, schedule)
+        if first.setdefault(completion.request.uid, number) != number:
+            raise RuntimeError(f"sequences {first[completion.request.uid]} and {number} have the same uid")
     check_events(log)
     check_plan(log, scheduler)
 

@@ -17,6 +17,7 @@ from models.logprob import token_logprob
 from models.looped import LoopedLM
 from models.numerics import dtype_name, fingerprint
 from rollout.log import ScheduleLog
+from train.redraw import Redraw
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Replayed:
     """Log-probs of the response tokens of a log.
 
     values: float32 [tokens], sequence after sequence. starts: first index of each sequence in
-    `values`, plus the total at the end.
+    `values`, plus the total at the end. redrawn: bool [tokens], whether drawing again gave the
+    logged token at the logged depth (`train/redraw.py`); None unless asked for.
     """
 
     values: Tensor
     starts: tuple[int, ...]
+    redrawn: Tensor | None = None
 
 
 def recorded(log: ScheduleLog) -> Replayed:
@@ -51,8 +54,10 @@ def check_contract(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = Tr
     same_weights = False allows other weights (a reference, a later policy version).
     """
     header = log.header
-    here = {"loops": model.config.loops, "vocab": model.config.vocab, "dtype": dtype_name(model.dtype),
-            "profile": model.profile, "attention": model.kernel, "family": model.config.family}
+    config = model.config
+    here = {"family": config.family, "loops": config.loops, "vocab": config.vocab,
+            "stages": {"prelude": config.prelude_layers, "core": config.layers, "coda": config.coda_layers},
+            "dtype": dtype_name(model.dtype), "profile": model.profile, "attention": model.kernel}
     for name, value in here.items():
         if header[name] != value:
             raise RuntimeError(f"the log was made with {name} = {header[name]!r}, the model has "
@@ -62,39 +67,54 @@ def check_contract(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = Tr
         if process.get(name) != header["fingerprint"].get(name):
             raise RuntimeError(f"the log was made with {name} = {header['fingerprint'].get(name)!r}, "
                                f"this process has {process.get(name)!r}: bits would differ")
-    if same_weights and header["weights"] != model.digest():
+    digest = model.digest() if same_weights else header["weights"]
+    if digest != header["weights"]:
         raise RuntimeError("the log was made by another model: its weights have digest "
-                           f"{header['weights'][:16]}..., these have {model.digest()[:16]}...")
+                           f"{header['weights'][:16]}..., these have {digest[:16]}...")
 
 
-def replay(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True) -> Replayed:
+def replay(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True,
+           redraw: bool = False) -> Replayed:
     """Log-probs of every response token under `model`, by the logged passes.
 
-    Errors: RuntimeError when model or process differ from the log (`check_contract`).
+    redraw: also draw every token and gate exit again. The events of a log from a file must
+    have passed `rollout.structure`. Errors: RuntimeError when model or process differ from the
+    log (`check_contract`), or when a token is not read out exactly once.
     """
     check_contract(model, log, same_weights=same_weights)
     runner = Runner(model, Capacity(**log.header["capacity"]))
     tokens = [c.request.prompt + c.token_ids for c in log.completions]
-    parts, places, first = [], [], starts(log)
+    first = starts(log)
+    parts, places = [], []
+
+    def place(sequence: int, position: int) -> int:
+        return first[sequence] + position + 1 - len(log.completions[sequence].request.prompt)
+
+    redrawing = Redraw(log, runner, place) if redraw else None
     for event in log.events:
         if isinstance(event, Admit):
             runner.admit(event.sequence)
         elif isinstance(event, Pass):
             inputs = [token for number, loop, start, stop in event.spans if loop == 1
                       for token in tokens[number][start:stop]]
-            hidden = runner.run(event.spans, inputs)
+            hidden, logits = runner.run(event.spans, inputs), None
             if event.readouts:
                 logits = runner.read_out(hidden[[r.row for r in event.readouts]])
                 ids = torch.tensor([tokens[r.sequence][r.position + 1] for r in event.readouts],
                                    device=logits.device)
                 parts.append(token_logprob(logits, ids, log.header["temperature"]))
-                places += [first[r.sequence] + r.position + 1
-                           - len(log.completions[r.sequence].request.prompt) for r in event.readouts]
+                places += [place(r.sequence, r.position) for r in event.readouts]
+            if redrawing is not None:
+                redrawing.compare(event, hidden, logits)
         else:
             runner.release(event.sequence)
+    if sorted(places) != list(range(first[-1])):
+        raise RuntimeError(f"the log has {first[-1]} response tokens but {len(places)} read-outs, or "
+                           "one token is read out twice")
     values = torch.empty(first[-1], dtype=torch.float32)
-    values[torch.tensor(places)] = torch.cat(parts).to(torch.float32).cpu()
-    return Replayed(values, first)
+    if parts:
+        values[torch.tensor(places)] = torch.cat(parts).to(torch.float32).cpu()
+    return Replayed(values, first, redrawing.same if redrawing is not None else None)
 
 
 def mismatches(found: Replayed, wanted: Replayed) -> Tensor:
