@@ -48,6 +48,16 @@ def starts(log: ScheduleLog) -> tuple[int, ...]:
     return tuple(found)
 
 
+def check_process(device: torch.device, log: ScheduleLog) -> None:
+    """RuntimeError naming the first setting or library version that differs from the log's."""
+    logged, here = log.header["fingerprint"], fingerprint(device)
+    names = sorted({*here, *logged}, key=lambda name: (name not in ("device", "threads"), name))
+    for name in names:
+        if here.get(name) != logged.get(name):
+            raise RuntimeError(f"the log was made with {name} = {logged.get(name)!r}, this process has "
+                               f"{here.get(name)!r}: bits would differ")
+
+
 def check_contract(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True) -> None:
     """RuntimeError naming the first field in which model or process differ from the log.
 
@@ -62,11 +72,7 @@ def check_contract(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = Tr
         if header[name] != value:
             raise RuntimeError(f"the log was made with {name} = {header[name]!r}, the model has "
                                f"{value!r}")
-    process = fingerprint(model.device)
-    for name in sorted({*process, *header["fingerprint"]}):
-        if process.get(name) != header["fingerprint"].get(name):
-            raise RuntimeError(f"the log was made with {name} = {header['fingerprint'].get(name)!r}, "
-                               f"this process has {process.get(name)!r}: bits would differ")
+    check_process(model.device, log)
     digest = model.digest() if same_weights else header["weights"]
     if digest != header["weights"]:
         raise RuntimeError("the log was made by another model: its weights have digest "

@@ -1,0 +1,259 @@
+"""`python -m train.verify replay LOG_OR_DIR ... --model DIR`: replay logs and compare the bits.
+
+Each log is read, its structure checked, executed again under the model whose weights it names,
+and compared with what it recorded, bit for bit; every token and gate exit is drawn again; and
+the dense forward is read out at the same depths. The last line of stdout is one JSON object:
+
+    tokens, mismatched     replayed tokens, and those whose log-prob has other bits
+    max_abs_diff           largest |replayed - recorded| (null: not finite)
+    dense_max_abs_diff     largest |dense - replayed|: rounding, not an error
+    bit_equal              every log was replayed and no token differs
+    redrawn_differ         tokens that the logged seed and uids, or the gate, do not give again
+    logs, refused          logs found, and those that could not be replayed
+
+Exit status: 0 bit-equal and redrawn alike, 1 something differs or was refused, 2 nothing could
+be replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.engine import Completion
+from models.checkpoint import load_model
+from models.cli import run_cli
+from models.looped import LoopedLM
+from models.numerics import configure
+from rollout.collect import LOG_FILE
+from rollout.log import ScheduleLog
+from rollout.structure import read_checked
+from train.dense import dense_logprobs
+from train.replay import check_contract, check_process, locate, mismatches, recorded, replay
+
+DENSE_ROWS = 4096  # rows of one dense forward
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one log.
+
+    Attributes:
+        path: the file. refused: why it could not be replayed; the rest is 0 then.
+        tokens, mismatched: response tokens, and those whose replayed bits differ.
+        first: (sequence, position in prompt + response) of the first that differs.
+        max_abs_diff, dense_max_abs_diff: largest |replayed - recorded| and |dense - replayed|.
+        redrawn_differ: tokens that drawing again does not give.
+    """
+
+    path: Path
+    refused: str | None = None
+    tokens: int = 0
+    mismatched: int = 0
+    first: tuple[int, int] | None = None
+    max_abs_diff: float = 0.0
+    dense_max_abs_diff: float = 0.0
+    redrawn_differ: int = 0
+
+    def __str__(self) -> str:
+        if self.refused is not None:
+            return f"{self.path}: refused: {self.refused}"
+        text = f"{self.path}: {self.tokens} tokens, "
+        if self.mismatched:
+            text += (f"{self.mismatched} differ, first at sequence {self.first[0]}, position "
+                     f"{self.first[1]}, by at most {self.max_abs_diff:.3g}")
+        else:
+            text += "bit-equal"
+        if self.redrawn_differ:
+            text += f"; {self.redrawn_differ} are not what the logged seed, uids and gate give"
+        return text + f"; dense within {self.dense_max_abs_diff:.3g}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Verdicts of all logs, in the order of their paths."""
+
+    verdicts: tuple[Verdict, ...]
+
+    def summary(self) -> dict:
+        """The JSON object of the last line."""
+        done, tokens = self.verdicts, sum(v.tokens for v in self.verdicts)
+        mismatched = sum(v.mismatched for v in done)
+        refused = sum(v.refused is not None for v in done)
+        return {"tokens": tokens, "mismatched": mismatched,
+                "max_abs_diff": _finite(max((v.max_abs_diff for v in done), default=0.0)),
+                "dense_max_abs_diff": _finite(max((v.dense_max_abs_diff for v in done), default=0.0)),
+                "bit_equal": tokens > 0 and not mismatched and not refused,
+                "redrawn_differ": sum(v.redrawn_differ for v in done),
+                "logs": len(done), "refused": refused}
+
+    @property
+    def status(self) -> int:
+        """Exit status of the command."""
+        found = self.summary()
+        if found["tokens"] == 0:
+            return 2
+        return 0 if found["bit_equal"] and not found["redrawn_differ"] else 1
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class ModelFinder:
+    """Finds the folder whose weights have a given digest; holds one loaded model at a time."""
+
+    def __init__(self, folders: Sequence[Path], device: torch.device):
+        self.folders, self.device = folders, device
+        self.digests: dict[tuple[Path, str], str | None] = {}  # by (folder, dtype); None: unreadable
+        self.loaded: tuple[tuple, LoopedLM] | None = None
+
+    def find(self, log: ScheduleLog) -> LoopedLM:
+        """The model of `log`, in its dtype and profile. RuntimeError when there is none."""
+        wanted, dtype = log.header["weights"], log.header["dtype"]
+        reasons = []
+        for folder in self._order():
+            if self.digests.get((folder, dtype), wanted) != wanted:
+                continue
+            try:
+                model = self._load(folder, log)
+            except ValueError as error:
+                if len(self.folders) == 1:
+                    raise
+                self.digests[folder, dtype] = None
+                reasons.append(str(error))
+                continue
+            if (folder, dtype) not in self.digests:
+                self.digests[folder, dtype] = model.digest()
+            if self.digests[folder, dtype] == wanted:
+                return model
+        if len(self.folders) == 1:  # say which field differs, the weights being the last one
+            check_contract(self._load(self.folders[0], log), log)
+        raise RuntimeError(f"none of {len(self.folders)} models has the weights of the log (digest "
+                           f"{wanted[:16]}...)" + "".join(f"; {reason}" for reason in reasons))
+
+    def _order(self) -> list[Path]:
+        """The folder in use first: logs of one step follow each other, then come those of the next."""
+        at = self.folders.index(self.loaded[0][0]) if self.loaded else 0
+        return [*self.folders[at:], *self.folders[:at]]
+
+    def _load(self, folder: Path, log: ScheduleLog) -> LoopedLM:
+        key = (folder, log.header["dtype"], log.header["profile"])
+        if self.loaded is None or self.loaded[0] != key:
+            self.loaded = None  # frees the old one before the new one is read
+            self.loaded = key, load_model(folder, dtype=key[1], profile=key[2], device=self.device)
+        return self.loaded[1]
+
+
+def find_logs(paths: Sequence[str | Path]) -> list[Path]:
+    """The log files that `paths` name: files as they are, folders searched for schedule logs."""
+    found = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"log {path} does not exist")
+        inside = sorted(path.rglob(LOG_FILE)) if path.is_dir() else [path]
+        if not inside:
+            raise ValueError(f"folder {path} holds no {LOG_FILE}, at any depth")
+        found += [file for file in inside if file not in found]
+    return found
+
+
+def find_models(paths: Sequence[str | Path]) -> list[Path]:
+    """The model folders that `paths` name: each itself, or all folders below with a config.json."""
+    found = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise ValueError(f"model = {str(path)!r} is not a folder")
+        itself = (path / "config.json").is_file()
+        inside = [path] if itself else sorted(file.parent for file in path.rglob("config.json"))
+        if not inside:
+            raise ValueError(f"model = {str(path)!r} holds no config.json, at any depth")
+        found += [folder for folder in inside if folder not in found]
+    return found
+
+
+def verify_log(path: Path, models: ModelFinder) -> Verdict:
+    """Read, check, replay and compare one log. A ValueError or RuntimeError becomes a refusal."""
+    try:
+        log = read_checked(path)
+        if not log.completions:
+            raise RuntimeError(f"log {path}: it holds no sequences")
+        check_process(models.device, log)
+        model = models.find(log)
+        # The finder has compared the weights; hashing them again for every log would be waste.
+        found, wanted = replay(model, log, same_weights=False, redraw=True), recorded(log)
+    except (ValueError, RuntimeError) as error:
+        return Verdict(path, refused=" ".join(str(error).removeprefix(f"log {path}: ").split()))
+    wrong = mismatches(found, wanted)
+    apart = torch.nan_to_num((found.values - wanted.values)[wrong].abs(), nan=math.inf)
+    dense = dense_values(model, log)
+    return Verdict(
+        path, tokens=log.token_count, mismatched=len(wrong),
+        first=locate(log, int(wrong[0])) if len(wrong) else None,
+        max_abs_diff=float(apart.max()) if len(wrong) else 0.0,
+        dense_max_abs_diff=float(torch.nan_to_num((dense - found.values).abs(), nan=math.inf).max()),
+        redrawn_differ=int((~found.redrawn).sum()))
+
+
+@torch.no_grad()
+def dense_values(model: LoopedLM, log: ScheduleLog) -> torch.Tensor:
+    """Log-probs float32 [tokens] of one dense forward, a few sequences at a time."""
+    parts = [dense_logprobs(model, batch, log.header["temperature"]).logprobs
+             for batch in _batches(log.completions)]
+    return torch.cat(parts).to(torch.float32).cpu()
+
+
+def _batches(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
+    batch, rows = [], 0
+    for completion in completions:
+        more = len(completion.request.prompt) + len(completion.token_ids)
+        if batch and rows + more > DENSE_ROWS:
+            yield batch
+            batch, rows = [], 0
+        batch.append(completion)
+        rows += more
+    yield batch
+
+
+def verify_logs(logs: Sequence[str | Path], models: Sequence[str | Path], *,
+                device: torch.device | str = "cpu", say: Callable[[str], None] = print) -> Report:
+    """Replay every log under the model that it names.
+
+    logs: files, or folders searched for schedule logs. models: model folders, or folders that
+    hold several; the one whose digest a log names is used. say: gets one line a log. Errors:
+    ValueError when a path names nothing.
+    """
+    files, finder = find_logs(logs), ModelFinder(find_models(models), torch.device(device))
+    verdicts = []
+    for file in files:
+        verdicts.append(verify_log(file, finder))
+        say(str(verdicts[-1]))
+    return Report(tuple(verdicts))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module's text."""
+    parser = argparse.ArgumentParser(prog="python -m train.verify", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = parser.add_subparsers(required=True, metavar="replay").add_parser(
+        "replay", help="replay schedule logs and compare the bits")
+    command.add_argument("logs", nargs="+", metavar="LOG_OR_DIR", help="schedule logs, or folders of them")
+    command.add_argument("--model", nargs="+", required=True, metavar="DIR",
+                         help="model folder, or a folder that holds several (a run with its checkpoints)")
+    command.add_argument("--device", default="cpu", help="cpu or cuda; must be that of the log")
+    command.add_argument("--threads", type=int, default=1, help="CPU threads; must be those of the log")
+    options = parser.parse_args(argv)
+    device = configure(threads=options.threads, device=options.device)
+    report = verify_logs(options.logs, options.model, device=device, say=lambda line: print(line, flush=True))
+    print(json.dumps(report.summary()), flush=True)
+    return report.status
+
+
+if __name__ == "__main__":
+    run_cli(main)
