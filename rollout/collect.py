@@ -7,7 +7,6 @@ the same wherever it runs. Knows no learner; advantages are handed in for the sa
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from engine.engine import Completion, Engine, Request
 from engine.sampler import Sampling
 from engine.stopping import shown_text
 from rollout.data import Example, uid
-from rollout.log import ScheduleLog, from_rollout, read_log, write_log
+from rollout.log import ScheduleLog, from_rollout, write_log
 from rollout.rewards import Sample, Score, score
+from rollout.samples import write_rows
+from rollout.structure import read_checked
 
 LOG_FILE, SAMPLES_FILE = "schedule.log", "samples.jsonl"
 
@@ -99,25 +100,23 @@ def write_cohort(cohort: Cohort, advantages: Sequence[float], folder: str | Path
     rows = []
     for number, completion in enumerate(cohort.log.completions):
         request, scored = completion.request, cohort.scores[number]
-        rows.append(json.dumps({
+        rows.append({
             "sequence": number, "dataset": request.dataset, "example": request.example,
             "group": request.group, "sample": request.sample, "text": cohort.texts[number],
             "answer": cohort.answers[number], "reward": scored.value, "parts": scored.parts,
             "advantage": advantages[number], "finish_reason": completion.finish_reason,
-            "tokens": len(completion.token_ids)}, ensure_ascii=False) + "\n")
-    partial = folder / f".{SAMPLES_FILE}.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write("".join(rows))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / SAMPLES_FILE)
+            "tokens": len(completion.token_ids)})
+    write_rows(rows, folder / SAMPLES_FILE)
     write_log(cohort.log, folder / LOG_FILE)
 
 
 def read_cohort(folder: str | Path) -> Cohort:
-    """Read what `write_cohort` wrote. Errors: ValueError or RuntimeError naming the file."""
+    """Read what `write_cohort` wrote, the log's structure checked.
+
+    Errors: ValueError or RuntimeError naming the file.
+    """
     folder = Path(folder)
-    log = read_log(folder / LOG_FILE)
+    log = read_checked(folder / LOG_FILE)
     file = folder / SAMPLES_FILE
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -23,7 +23,7 @@ from train.loss import NO_TOKENS, LossMetrics, grpo_loss, usable
 from train.masters import Masters
 from train.optimizer import FlatAdamW, learning_rate
 from train.reduction import tree_sum
-from train.replay import Replayed, locate, mismatches, recorded, replay
+from train.replay import Replayed, check_contract, locate, mismatches, recorded, replay
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class Learner:
 
     def _prepare(self, batch: Batch, step: int, digest: str, report: _Report) -> _Prepared:
         log, options = batch.log, self.config.learner
+        check_contract(self.model, log, same_weights=False)
         old = recorded(log)
         current = log.header["weights"] == digest
         audited = options.replay == "always" or batch.index in self.audited(step)
