@@ -54,7 +54,7 @@ def draw(log: ScheduleLog, path: str | Path, sequences: Sequence[int] | None = N
         figure.subplots_adjust(left=0.075, right=0.985, bottom=0.95 / (height + 1.45),
                                top=1 - 0.42 / (height + 1.45), hspace=0.22 * len(lines) / height)
         axes = figure.subplots(len(lines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for axis, (number, found) in zip(axes, lines.items()):
+        for axis, (number, found) in zip(axes, lines.items(), strict=True):
             _draw_band(axis, number, found, colours, min(1.0, CROWDED / (last - first)))
         axes[-1].set_xlim(first - 0.5, last - 0.5)
         axes[-1].set_xlabel("pass")

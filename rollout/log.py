@@ -274,7 +274,7 @@ def _event(kind: int, columns: _Columns) -> Event:
     readouts, head = columns.one("pass_readouts"), columns.one("pass_head_rows")
     spans, places = [], []
     for sequence, loop, wide in zip(*(columns.take(name, count) for name in (
-            "span_sequence", "span_stage", "span_rows"))):
+            "span_sequence", "span_stage", "span_rows")), strict=True):
         start = columns.ends.get((sequence, loop), 0)
         columns.ends[sequence, loop] = start + wide
         spans.append(Span(sequence, loop, start, start + wide))

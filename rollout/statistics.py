@@ -101,7 +101,7 @@ def statistics(log: ScheduleLog | Rollout) -> Statistics:
             tokens[readout.sequence] += 1
             depths[readout.loop - 1] += 1
     responses = [len(c.token_ids) for c in completions]
-    inputs = sum(prompt + response - 1 for prompt, response in zip(prompts, responses))
+    inputs = sum(prompt + response - 1 for prompt, response in zip(prompts, responses, strict=True))
     return Statistics(
         sequences=len(completions), prompt_tokens=sum(prompts), tokens=sum(responses), passes=passes,
         spans=spans, rows=rows, padded_rows=padded_rows, dense_cells=inputs * loops,

@@ -49,7 +49,7 @@ class Redraw:
         ids, _ = sample(logits, self.sampling,
                         [completions[r.sequence].request.uid for r in readouts],
                         [r.position for r in readouts])
-        for readout, token in zip(readouts, ids.tolist()):
+        for readout, token in zip(readouts, ids.tolist(), strict=True):
             done = completions[readout.sequence]
             logged = done.token_ids[readout.position + 1 - len(done.request.prompt)]
             if token != logged:
@@ -70,6 +70,6 @@ class Redraw:
                                    [slots[span.sequence] for span in newest],
                                    [span.loop for span in newest])
         left = {readout.sequence for readout in event.readouts}  # membership only
-        for span, leave in zip(newest, leaves):
+        for span, leave in zip(newest, leaves, strict=True):
             if leave != (span.sequence in left):
                 self.same[self.place(span.sequence, span.stop - 1)] = False
