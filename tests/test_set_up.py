@@ -68,7 +68,7 @@ def test_an_installation_killed_half_way_is_made_anew(checkout):
 
 def test_two_at_once_install_once(checkout, tmp_path):
     gate = tmp_path / "gate"
-    pip = f"until [ -e '{gate}' ]; do sleep 0.05; done"
+    pip = f"for _ in {{1..1200}}; do [ -e '{gate}' ] && exit; sleep 0.05; done; exit 1"  # never outlives the test
     first = checkout.start("probe", FAKE_PIP=pip)
     wait_for(lambda: checkout.calls(" install -c "), first)
     second = checkout.start("draw", FAKE_PIP="exit 1")
