@@ -82,6 +82,7 @@ def test_bad_overrides_are_refused_with_field_and_remedy(override, parts):
         ("learner.learning-rate", "learner.learning_rate"),
         ("learner.temperature", "rollout.temperature"),
         ("rollout.learning-rate", "learner.learning_rate"),
+        ("rollout.max-grad-norm", "learner.clip_norm"),
         ("model.report_path", "model.path"),
         ("run.portion", "run.rollout_only"),
         ("max_rows", "rollout.capacity.max_rows"),
