@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.plan import Capacity
 from models.looped import LoopedLM
@@ -18,18 +17,18 @@ from models.looped import LoopedLM
 class PagedCache:
     """Storage and page tables for the active sequences of one engine.
 
-    keys, values: per layer [pages * page_size, K, D]; hidden: [pages * page_size, H]; all in
-    the model dtype. table: int64 [max_sequences, T, most pages a plane], by slot.
+    keys, values: [L, pages, page_size, K, D]; hidden: [pages * page_size, H]; all in the
+    model dtype. table: int64 [max_sequences, T, most pages a plane], by slot.
     """
 
     def __init__(self, model: LoopedLM, capacity: Capacity):
-        config, cells = model.config, capacity.pages * capacity.page_size
+        config = model.config
         self.page_size = capacity.page_size
         kind = {"dtype": model.dtype, "device": model.device}
         # Zero-filled, never empty: a masked key has weight 0, and 0 * NaN would be NaN.
-        shape = (config.layers, cells, config.kv_heads, config.head_dim)
+        shape = (config.layers, capacity.pages, capacity.page_size, config.kv_heads, config.head_dim)
         self.keys, self.values = torch.zeros(shape, **kind), torch.zeros(shape, **kind)
-        self.hidden = torch.zeros(cells, config.hidden, **kind)
+        self.hidden = torch.zeros(capacity.pages * capacity.page_size, config.hidden, **kind)
         self.free_pages = list(range(capacity.pages - 1, -1, -1))
         self.free_slots = list(range(capacity.max_sequences - 1, -1, -1))
         plane_pages = min(capacity.pages, -(-config.max_positions // capacity.page_size))
@@ -63,9 +62,5 @@ class PagedCache:
                 fresh.append(page)
         if fresh:
             pages = torch.tensor(fresh, device=self.keys.device)
-            self.paged(self.keys)[:, pages] = 0
-            self.paged(self.values)[:, pages] = 0
-
-    def paged(self, store: Tensor) -> Tensor:
-        """keys or values as [L, pages, page_size, K, D]."""
-        return store.view(store.shape[0], -1, self.page_size, *store.shape[2:])
+            self.keys.index_fill_(1, pages, 0)
+            self.values.index_fill_(1, pages, 0)

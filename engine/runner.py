@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.groups import Group, attention_groups, row_arrays
+from engine.groups import attention_groups, row_arrays, span_table
 from engine.kv import PagedCache
 from engine.plan import Capacity, Span, padded
 from models.attention import attention
@@ -50,7 +50,8 @@ class Runner:
                                f"is at {self.model.version}: build a new engine run")
         cache, size = self.cache, self.capacity.page_size
         cache.extend(spans)
-        rows = row_arrays(spans, cache.slots)
+        table = span_table(spans, cache.slots)
+        rows = row_arrays(table)
         count = len(rows.position)
         page = rows.position // size
         offset = rows.position - page * size
@@ -63,14 +64,15 @@ class Runner:
             x = torch.cat((x, x[-1:].expand(more, -1)))
             positions = torch.cat((positions, positions[-1:].expand(more)))
         cos, sin = self.model.rotary(positions, int(rows.position.max()))
-        groups = [self._on_device(g) for g in
-                  attention_groups(spans, cache.slots, cache.table, size)]
+        groups, places = attention_groups(table, cache.table, size)
+        groups = [tuple(self._tensor(array) for array in group) for group in groups]
+        places = self._tensor(np.pad(places, (0, more), mode="edge"))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(layer, q, k, v, cell, groups)
+            return self._attend(layer, q, k, v, cell, groups, places)
 
         x = self.model.loop(x, cos, sin, attend)[:count]
-        cache.hidden[home] = x
+        cache.hidden.index_copy_(0, home, x)
         return x
 
     def _inputs(self, loops: np.ndarray, home: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -78,41 +80,25 @@ class Runner:
         if len(first) != len(tokens):
             raise AssertionError(f"{len(tokens)} input tokens for {len(first)} loop-1 rows")
         if len(first) == 0:
-            return self.cache.hidden[home]
-        embedded = self.model.embed(torch.tensor(tokens, device=home.device))
+            return self.cache.hidden.index_select(0, home)
+        embedded = self.model.embed(self._tensor(np.array(tokens)))
         if len(first) == len(loops):
             return embedded
-        x = self.cache.hidden[home]
-        x[self._tensor(first)] = embedded
-        return x
+        x = self.cache.hidden.index_select(0, home)
+        return x.index_copy_(0, self._tensor(first), embedded)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cell: Tensor, groups) -> Tensor:
-        cache, real = self.cache, cell.shape[0]
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cell: Tensor, groups,
+                places: Tensor) -> Tensor:
+        cache, real, found = self.cache, cell.shape[0], []
         keys, values = cache.keys[layer], cache.values[layer]
-        keys[cell], values[cell] = k[:real], v[:real]
-        out = None
-        for rows, queries, places, pages, mask in groups:
-            spans, width = queries.shape
-            k_g, v_g = (self._gather(store, pages) for store in (keys, values))
-            whole = width == 1 and spans == q.shape[0]
-            q_g = (q if whole else q[queries.view(-1)]).view(spans, width, *q.shape[1:])
+        keys.view(-1, *k.shape[1:]).index_copy_(0, cell, k[:real])
+        values.view(-1, *v.shape[1:]).index_copy_(0, cell, v[:real])
+        for queries, pages, mask in groups:
+            q_g = q.index_select(0, queries.view(-1)).view(*queries.shape, *q.shape[1:])
+            k_g, v_g = (_gather(store, pages) for store in (keys, values))
             mixed = attention(q_g.transpose(1, 2), k_g, v_g, mask, self.model.kernel)
-            mixed = mixed.transpose(1, 2).reshape(spans * width, *q.shape[1:])
-            if whole:
-                return mixed
-            out = torch.zeros_like(q) if out is None else out
-            out[rows] = mixed[places]
-        return out
-
-    def _gather(self, store: Tensor, pages: Tensor) -> Tensor:
-        # [pages * size, K, D] -> [G, K, S, D]
-        spans = pages.shape[0]
-        size = self.capacity.page_size
-        return store.view(-1, size, *store.shape[1:])[pages].view(
-            spans, -1, *store.shape[1:]).transpose(1, 2)
-
-    def _on_device(self, group: Group) -> tuple[Tensor, ...]:
-        return tuple(self._tensor(a) for a in group)
+            found.append(mixed.transpose(1, 2).flatten(0, 1))
+        return torch.cat(found).index_select(0, places)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device)
@@ -125,3 +111,13 @@ class Runner:
         if more:
             hidden = torch.cat((hidden, hidden[-1:].expand(more, -1)))
         return self.model.readout(hidden)[:count]
+
+
+def _gather(store: Tensor, pages: Tensor) -> Tensor:
+    """Pages [G, P] of one layer [pages, page_size, K, D] as keys or values [G, K, S, D].
+
+    Whole pages as rows: index_select copies each in one piece; indexing goes value by value
+    and takes three times as long.
+    """
+    found = store.flatten(1).index_select(0, pages.view(-1))
+    return found.view(pages.shape[0], -1, *store.shape[2:]).transpose(1, 2)
