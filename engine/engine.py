@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine import groups, sampler
 from engine.gate import GateState
 from engine.plan import Capacity, Event, Pass, Readout, padded
 from engine.runner import Runner
-from engine.sampler import Sampling, sample
+from engine.sampler import Sampling, is_word64, sample
 from engine.schedule import Schedule, parse_schedule
 from engine.scheduler import Plan, Scheduler
 from engine.stopping import Stopper
+from models.config import ModelConfig
 from models.looped import LoopedLM
 from models.numerics import dtype_name, fingerprint
 
@@ -131,15 +131,17 @@ class _Run:
         self.gate = (GateState(engine.schedule, engine.capacity, engine.model.device)
                      if engine.schedule.kind == "gate" else None)
         self.stopper = Stopper(sampling, engine.decode)
-        self.tokens: list[list[int]] = []
+        self.tokens: list[list[int]] = []  # prompt and response
+        self.responses: list[list[int]] = []
         self.logprobs: list[list[float]] = []
         self.depths: list[list[int]] = []
         self.events: list[Event] = []
         self.completions: dict[int, Completion] = {}
+        _check(self.requests, sampling, engine.model)
         for number, request in enumerate(self.requests):
-            _check(request, number, engine.model)
             self.scheduler.add(number, request.uid, len(request.prompt), request.max_new_tokens)
             self.tokens.append(list(request.prompt))
+            self.responses.append([])
             self.logprobs.append([])
             self.depths.append([])
 
@@ -170,7 +172,7 @@ class _Run:
             slots = [self.runner.cache.slots[span.sequence] for span in spans]
             leave = self.gate.leaving(self.engine.model.gate(hidden[rows]), slots,
                                       [span.loop for span in spans])
-            for span, leaves in zip(spans, leave):
+            for span, leaves in zip(spans, leave, strict=True):
                 if leaves:
                     self.scheduler.exit_here(span.sequence, span.loop)
         return tuple(
@@ -185,26 +187,26 @@ class _Run:
         ids, logprobs = sample(logits, self.sampling,
                                [self.requests[r.sequence].uid for r in readouts],
                                [r.position for r in readouts])
-        return list(zip(ids.tolist(), logprobs.tolist()))
+        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
     def commit(self, plan: Plan, readouts: tuple[Readout, ...], drawn: list[tuple[int, float]]) -> None:
         capacity = self.engine.capacity
         self.events.append(Pass(plan.spans, padded(plan.rows, capacity.row_multiple), readouts,
                                 padded(len(readouts), capacity.head_multiple)))
-        for readout, (token, logprob) in zip(readouts, drawn):
+        for readout, (token, logprob) in zip(readouts, drawn, strict=True):
             number = readout.sequence
-            request = self.requests[number]
             self.tokens[number].append(token)
+            self.responses[number].append(token)
             self.logprobs[number].append(logprob)
             self.depths[number].append(readout.loop)
-            response = self.tokens[number][len(request.prompt):]
-            reason = self.stopper.reason(response, request.max_new_tokens)
+            reason = self.stopper.reason(self.responses[number], self.requests[number].max_new_tokens)
             if reason is None:
                 self.scheduler.append(number)
             else:
-                self.finish(number, response, reason)
+                self.finish(number, reason)
 
-    def finish(self, number: int, response: list[int], reason: str) -> None:
+    def finish(self, number: int, reason: str) -> None:
+        response = self.responses[number]
         self.events.append(self.scheduler.finish(number))
         self.runner.release(number)
         self.completions[number] = Completion(
@@ -214,19 +216,32 @@ class _Run:
             self.on_finish(self.completions[number])
 
 
-def _check(request: Request, number: int, model: LoopedLM) -> None:
+def _check(requests: Sequence[Request], sampling: Sampling, model: LoopedLM) -> None:
     config = model.config
-    if not request.prompt:
-        raise ValueError(f"request {number}: the prompt is empty; give at least one token")
-    wrong = next((i for i in request.prompt if not 0 <= i < config.vocab), None)
+    wrong = next((i for i in sampling.stop_ids if i >= config.vocab), None)
     if wrong is not None:
-        raise ValueError(f"request {number}: token id {wrong} is outside the vocabulary of "
-                         f"{config.vocab}")
-    if request.max_new_tokens < 1:
-        raise ValueError(f"request {number}: max_new_tokens = {request.max_new_tokens} must be at "
-                         "least 1")
-    if len(request.prompt) + request.max_new_tokens > config.max_positions:
-        raise ValueError(f"request {number}: {len(request.prompt)} prompt + {request.max_new_tokens} "
-                         f"new tokens exceed max_positions = {config.max_positions} of the model")
-    if not 0 <= request.uid < 2**64:
-        raise ValueError(f"request {number}: uid = {request.uid} must be in 0..2^64-1")
+        raise ValueError(f"stop_ids holds {wrong}, outside the vocabulary of {config.vocab}: it could "
+                         "never fire")
+    seen: dict[int, int] = {}
+    for number, request in enumerate(requests):
+        _check_request(request, number, config)
+        if seen.setdefault(request.uid, number) != number:
+            raise ValueError(f"request {number}: uid = {request.uid} is that of request "
+                             f"{seen[request.uid]} too; both would draw the same random numbers")
+
+
+def _check_request(request: Request, number: int, config: ModelConfig) -> None:
+    prompt, new = len(request.prompt), request.max_new_tokens
+    if not prompt:
+        raise ValueError(f"request {number}: the prompt is empty; give at least one token")
+    wrong = next((i for i in request.prompt if not is_word64(i) or i >= config.vocab), None)
+    if wrong is not None:
+        raise ValueError(f"request {number}: token id {wrong!r} is no integer within the vocabulary "
+                         f"of {config.vocab}")
+    if not is_word64(new) or new < 1:
+        raise ValueError(f"request {number}: max_new_tokens = {new!r} must be an integer of at least 1")
+    if prompt + new > config.max_positions:
+        raise ValueError(f"request {number}: {prompt} prompt + {new} new tokens exceed max_positions "
+                         f"= {config.max_positions} of the model")
+    if not is_word64(request.uid):
+        raise ValueError(f"request {number}: uid = {request.uid!r} must be an integer in 0..2^64-1")

@@ -2,7 +2,8 @@
 
 Invariants, checked by `check_integrity`:
 1. Frontiers never increase with the loop: f[0] >= f[1] >= ... >= f[T] >= 0.
-2. f[0] is the number of tokens; the newest position is f[0] - 1.
+2. f[0] is the number of tokens, at least the prompt and below the limit, whose last token is
+   never run; the newest position is f[0] - 1.
 3. A loop beyond the deepest exit so far has frontier 0: what is never needed is never run.
 4. At most max_sequences are active and the reserved pages never exceed the capacity.
 5. A sequence's cells never exceed its reservation.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from engine.plan import Admit, Capacity, Finish, Span
 from engine.schedule import Schedule
@@ -162,9 +164,9 @@ class Scheduler:
             raise AssertionError("invariant 6: order of admission broken")
         for sequence in self.active.values():
             frontier = sequence.frontier
-            if any(a < b for a, b in zip(frontier, frontier[1:])) or frontier[-1] < 0:
+            if any(a < b for a, b in pairwise(frontier)) or frontier[-1] < 0:
                 raise AssertionError(f"invariant 1: frontier {frontier} increases with the loop")
-            if not sequence.prompt <= frontier[0] <= sequence.limit:
+            if not sequence.prompt <= frontier[0] < sequence.limit:
                 raise AssertionError(f"invariant 2: {frontier[0]} tokens, limit {sequence.limit}")
             reach = max(sequence.deepest, sequence.depth or self.schedule.max_depth)
             if any(frontier[reach + 1:]):
