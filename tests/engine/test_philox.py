@@ -29,7 +29,7 @@ def test_published_vectors_as_one_batch(make):
     counter = [make([vector[0][word] for vector in VECTORS]) for word in range(4)]
     key = [make([vector[1][word] for vector in VECTORS]) for word in range(2)]
     found = [column.tolist() for column in philox(counter, key)]
-    assert list(zip(*found)) == [vector[2] for vector in VECTORS]
+    assert list(zip(*found, strict=True)) == [vector[2] for vector in VECTORS]
 
 
 def test_the_three_number_systems_agree_on_random_words():

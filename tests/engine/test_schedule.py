@@ -111,4 +111,4 @@ def test_mix_frequencies():
     observed = [draws.count(depth) for depth in (2, 3, 4)]
     expected = [12_000, 5_000, 3_000]
     assert sum(observed) == 20_000
-    assert sum((o - e) ** 2 / e for o, e in zip(observed, expected)) < 13.8
+    assert sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True)) < 13.8
