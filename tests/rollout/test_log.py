@@ -12,7 +12,7 @@ import pytest
 import torch
 from schedule_logs import SCHEDULES, forge, put_together, rollout_log, take_apart
 
-from engine import Capacity
+from engine import Capacity, groups
 from engine.plan import Pass, Span
 from rollout.header import FIELDS
 from rollout.log import ARRAYS, MAGIC, decode, encode, read_log, write_log
@@ -263,3 +263,11 @@ def test_the_document_lists_every_array():
         assert f"`{name}`" in text, name
     assert repr(MAGIC.decode())[1:-1] in text
 
+
+
+def test_the_groups_of_version_1_are_those_of_the_document():
+    """Shapes decide bits: whoever changes the grouping raises its version, here and in the document."""
+    assert groups.VERSION == 1 and "(`groups`: 1," in DOCUMENT.read_text(encoding="utf-8")
+    ends = [(1, 1), (4, 64), (5, 64), (2, 65), (1, 64), (16, 64), (17, 64), (3, 129), (1, 256), (64, 64)]
+    spans = np.array([(0, 1, stop - n, stop) for n, stop in ends])
+    assert groups.buckets(spans) == [[0, 4], [8], [1], [3], [7], [2, 5], [6, 9]]
