@@ -48,6 +48,15 @@ class PagedCache:
             self.free_pages.extend(self.table[slot, loop, :count].tolist())
         self.free_slots.append(slot)
 
+    def check_integrity(self) -> None:
+        """AssertionError unless every page is either free or held once."""
+        held = [page for sequence, slot in self.slots.items()
+                for loop, count in enumerate(self.held[sequence])
+                for page in self.table[slot, loop, :count].tolist()]
+        if sorted([*self.free_pages, *held]) != list(range(self.keys.shape[1])):
+            raise AssertionError(f"{len(held)} pages held and {len(self.free_pages)} free of "
+                                 f"{self.keys.shape[1]}: some are lost or held twice")
+
     def extend(self, spans) -> None:
         """Take the pages that the spans write into; zero them, so that history leaves no bits."""
         fresh = []

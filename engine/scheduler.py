@@ -2,12 +2,11 @@
 
 Invariants, checked by `check_integrity`:
 1. Frontiers never increase with the loop: f[0] >= f[1] >= ... >= f[T] >= 0.
-2. f[0] is the number of tokens, at least the prompt and below the limit, whose last token is
-   never run; the newest position is f[0] - 1.
+2. f[0] is the number of tokens; the newest position is f[0] - 1. It is at least the prompt and
+   below the limit, whose last token is never run, so cells stay within the reservation.
 3. A loop beyond the deepest exit so far has frontier 0: what is never needed is never run.
 4. At most max_sequences are active and the reserved pages never exceed the capacity.
-5. A sequence's cells never exceed its reservation.
-6. Waiting sequences are admitted in order; active ones keep the order of admission.
+5. Waiting sequences are admitted in order; active ones keep the order of admission.
 
 `peak_catch_up` is the largest number of older cells that one span ran for a newer position.
 """
@@ -161,7 +160,7 @@ class Scheduler:
             raise AssertionError("invariant 4: reserved pages do not add up")
         numbers = [*self.active, *(s.number for s in self.waiting)]
         if numbers != sorted(numbers):
-            raise AssertionError("invariant 6: order of admission broken")
+            raise AssertionError("invariant 5: order of admission broken")
         for sequence in self.active.values():
             frontier = sequence.frontier
             if any(a < b for a, b in pairwise(frontier)) or frontier[-1] < 0:
@@ -171,6 +170,3 @@ class Scheduler:
             reach = max(sequence.deepest, sequence.depth or self.schedule.max_depth)
             if any(frontier[reach + 1:]):
                 raise AssertionError(f"invariant 3: frontier {frontier} beyond loop {reach}")
-            if self.capacity.sequence_pages(frontier[1], 1) * self.schedule.max_depth > self._pages(
-                    sequence):
-                raise AssertionError(f"invariant 5: frontier {frontier} exceeds the reservation")
