@@ -118,7 +118,7 @@ def _row(schedule: str, batch: int, rollout: Rollout, timed: list[float],
          base: list[float]) -> dict:
     counted = statistics(rollout)
     rates = sorted(counted.tokens / seconds for seconds in timed)
-    ratios = [dense / seconds for seconds, dense in zip(timed, base)]
+    ratios = [dense / seconds for seconds, dense in zip(timed, base, strict=True)]
     return {"schedule": schedule, "batch": batch, "tokens_per_s": stats.median(rates),
             "tokens_per_s_least": rates[0], "tokens_per_s_most": rates[-1],
             "ratio_to_dense": stats.median(ratios), "passes_per_token": counted.passes_per_token,

@@ -126,7 +126,7 @@ def read_cohort(folder: str | Path) -> Cohort:
         raise RuntimeError(f"{file} is damaged: {error}") from None
     if len(rows) != len(log.completions):
         raise RuntimeError(f"{file} has {len(rows)} samples, the log has {len(log.completions)}")
-    for number, (row, completion) in enumerate(zip(rows, log.completions)):
+    for number, (row, completion) in enumerate(zip(rows, log.completions, strict=True)):
         request = completion.request
         named = (row.get("sequence"), row.get("example"), row.get("sample"))
         if named != (number, request.example, request.sample):

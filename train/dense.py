@@ -58,7 +58,7 @@ def dense_logprobs(model: LoopedLM, completions: Sequence[Completion], temperatu
         return token_logprob(logits, tokens, temperature)
 
     parts = [checkpoint(score, h, tokens, index, use_reentrant=False)
-             for index, (h, tokens) in enumerate(zip(hidden.split(chunk), ids.split(chunk)))]
+             for index, (h, tokens) in enumerate(zip(hidden.split(chunk), ids.split(chunk), strict=True))]
     return DenseLogprobs(torch.cat(parts), torch.cat(entropies))
 
 
@@ -66,7 +66,7 @@ def _read_rows(states: list[Tensor], starts: tuple[int, ...],
                completions: Sequence[Completion]) -> Tensor:
     """Hidden state [N, H] of each response token at its own exit depth."""
     rows, depths = [], []
-    for start, completion in zip(starts, completions):
+    for start, completion in zip(starts[:-1], completions, strict=True):
         first = start + len(completion.request.prompt) - 1
         rows += range(first, first + len(completion.token_ids))
         depths += completion.exit_depths

@@ -1,0 +1,107 @@
+"""`python -m train.evaluate`: accuracy of a model on a task under a schedule.
+
+Prints one line a figure and, as its last line, one JSON object; `--out` writes one JSON object a
+sample, `--log-dir` the schedule log, so that the evaluation can be replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from models.checkpoint import load_model
+from models.cli import run_cli
+from models.numerics import configure
+from rollout.collect import LOG_FILE
+from rollout.log import write_log
+from rollout.samples import write_rows
+from train.config_file import load
+from train.evaluation import evaluate
+from train.run import build_rollouts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate and print."""
+    arguments = parse(argv)
+    config = load(None, settings(arguments))
+    device = configure(threads=config.run.threads, device=config.model.device)
+    model = load_model(config.model.path, dtype=config.model.dtype, device=device,
+                       profile=config.model.profile)
+    rollouts, stream, _ = build_rollouts(config, model)
+    count = len(stream.first(arguments.limit)) * arguments.samples
+    with tqdm(total=count, unit="sample", disable=None) as bar:
+        result = evaluate(
+            rollouts.engine, stream, replace(rollouts.sampling, greedy=arguments.temperature == 0),
+            rollouts.reward, rollouts.decode, max_new_tokens=config.rollout.max_new_tokens,
+            samples=arguments.samples, limit=arguments.limit, on_finish=lambda _: bar.update())
+    if arguments.out:
+        write_rows(result.rows, arguments.out)
+    if arguments.log_dir:
+        Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
+        write_log(result.cohort.log, Path(arguments.log_dir) / LOG_FILE)
+    for name, value in result.summary.items():
+        print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+    print(json.dumps(result.summary))
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="evaluate", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--task", help="built-in task: gsm8k, calculator")
+    parser.add_argument("--data", help="JSONL, parquet or hub name (with --reward, or for --task gsm8k)")
+    parser.add_argument("--reward", help="path/file.py:function or package.module:function")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--schedule", default="dense")
+    parser.add_argument("--samples", type=int, default=1, help="samples k of each problem")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    parser.add_argument("--limit", type=int, help="first problems only")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--max-prompt-tokens", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--profile", default="hf", choices=("hf", "fused"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=64, help="sequences in the engine at once")
+    parser.add_argument("--out", metavar="FILE.jsonl", help="one JSON object a sample")
+    parser.add_argument("--log-dir", metavar="DIR", help="write the schedule log there")
+    arguments = parser.parse_args(argv)
+    for name in ("samples", "limit", "batch"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} = {value} must be at least 1")
+    if arguments.temperature < 0:
+        parser.error(f"--temperature = {arguments.temperature} must be at least 0")
+    return arguments
+
+
+def settings(arguments: argparse.Namespace) -> list[str]:
+    """The same as settings of a training run, so that one reading of them exists.
+
+    Pages: every sequence of a batch at its longest and deepest fits.
+    """
+    longest = arguments.max_prompt_tokens + arguments.max_new_tokens
+    deepest = 8  # an upper bound on loops; pages that are never taken cost address space only
+    found = {
+        "model.path": arguments.model, "model.dtype": arguments.dtype,
+        "model.profile": arguments.profile, "model.device": arguments.device,
+        "data.task": arguments.task, "data.path": arguments.data, "data.reward": arguments.reward,
+        "data.split": arguments.split, "data.max_prompt_tokens": arguments.max_prompt_tokens,
+        "rollout.schedule": arguments.schedule,
+        "rollout.temperature": arguments.temperature or 1.0,
+        "rollout.max_new_tokens": arguments.max_new_tokens, "run.seed": arguments.seed,
+        "rollout.capacity.max_sequences": arguments.batch,
+        "rollout.capacity.max_rows": max(256, 4 * arguments.batch),
+        "rollout.capacity.pages": arguments.batch * deepest * -(-longest // 16),
+    }
+    return [f"{name}={value}" for name, value in found.items() if value is not None]
+
+
+if __name__ == "__main__":
+    run_cli(main)

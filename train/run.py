@@ -1,0 +1,147 @@
+"""`python -m train.run`: build everything, then run the loop of `train/trainer.py`.
+
+The only module that may import and build all parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.engine import Engine
+from engine.sampler import Sampling
+from models.checkpoint import load_model
+from models.cli import run_cli
+from models.looped import LoopedLM
+from models.numerics import configure
+from models.tokenizer import Tokenizer, load_tokenizer, stop_ids
+from rollout.data import fit_prompts
+from rollout.tasks import Task, load_task
+from train import checkpoint
+from train.config import TrainConfig
+from train.config_file import load, to_toml
+from train.evaluation import Evaluation, evaluate
+from train.learner import Learner
+from train.masters import Masters
+from train.metrics import RunMetrics
+from train.prompts import PromptStream
+from train.rollouts import LoggedRollouts, SampledRollouts
+from train.run_state import RunState
+from train.trainer import StopSignal, Trainer
+
+
+def build(config: TrainConfig) -> Trainer:
+    """Everything of one run, resumed where the configuration says so.
+
+    Errors: ValueError naming the setting that is at fault, before anything is written.
+    """
+    folder = Path(config.run.dir)
+    resumed = find_checkpoint(config)
+    device = configure(threads=config.run.threads, device=config.model.device)
+    masters = Masters(load_model(config.model.path, device=device).weights)
+    model = load_model(config.model.path, dtype=config.model.dtype, device=device,
+                       profile=config.model.profile)
+    learner = Learner(config, model, masters, load_reference(config, device))
+    learner.publish()
+    if config.run.from_logs is None:
+        rollouts, stream, evaluator = build_rollouts(config, model)
+        digest = stream.digest
+    else:
+        rollouts = LoggedRollouts(config.run.from_logs, config.run.steps, config.rollout.cohorts)
+        evaluator, digest = None, f"logs {config.run.from_logs}"
+    state = RunState(config, digest, model.digest())
+    if resumed is not None:
+        state.load(resumed, learner)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    metrics = RunMetrics(folder, config, resume_step=state.step)
+    return Trainer(config, learner, rollouts, state, metrics, StopSignal(), evaluator)
+
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint to resume from. ValueError when the folder is in use and resume is never."""
+    folder, resume = Path(config.run.dir), config.run.resume
+    if resume not in ("auto", "never"):
+        return Path(resume)
+    if resume == "auto":
+        found = checkpoint.latest(folder / "checkpoints", say)
+        if found is None:
+            say(f"no checkpoint in {folder / 'checkpoints'}: starting from the beginning")
+        return found
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"run.dir = {str(folder)!r} is not empty: name a new folder, or continue with "
+                         "run.resume=auto")
+    return None
+
+
+def load_reference(config: TrainConfig, device) -> LoopedLM | None:
+    """The frozen model of the KL penalty, in the policy's dtype and profile."""
+    reference = config.learner.reference
+    if reference == "none":
+        return None
+    path = config.model.path if reference == "initial" else reference
+    return load_model(path, dtype=config.model.dtype, device=device, profile=config.model.profile)
+
+
+def build_rollouts(config: TrainConfig, model: LoopedLM):
+    """Sampled rollouts, their prompts, and the evaluation on held-out prompts (or None)."""
+    options, data = config.rollout, config.data
+    tokenizer = load_tokenizer(config.model.path)
+    task = load_task(data)
+    stream = prompt_stream(config, task, tokenizer, data.split)
+    sampling = Sampling(seed=config.run.seed, temperature=options.temperature,
+                        stop_ids=stop_ids(model.config.eos_ids, tokenizer),
+                        stop_strings=tuple(dict.fromkeys((*task.stop_strings, *options.stop))))
+    engine = Engine(model, options.schedule, options.capacity, decode=tokenizer.decode)
+    rollouts = SampledRollouts(options, engine, stream, sampling, task.reward, tokenizer.decode)
+    if not config.run.eval_every:
+        return rollouts, stream, None
+    held_out = prompt_stream(config, task, tokenizer, data.eval_split)
+
+    def run_evaluation() -> Evaluation:
+        return evaluate(engine, held_out, sampling, task.reward, tokenizer.decode,
+                        max_new_tokens=options.max_new_tokens, samples=config.run.eval_samples,
+                        limit=config.run.eval_limit)
+
+    return rollouts, stream, run_evaluation
+
+
+def say(text: str) -> None:
+    """One line for the person at the console."""
+    print(text, flush=True)
+
+
+def prompt_stream(config: TrainConfig, task: Task, tokenizer: Tokenizer, split: str) -> PromptStream:
+    """The prompts of a split as token ids; too long ones are refused or skipped as configured."""
+    data = task.data(split)
+    prompts, skipped = fit_prompts(data, lambda example: task.encode(tokenizer, example),
+                                   config.data.max_prompt_tokens, config.data.long_prompts)
+    if skipped:
+        say(f"{data.name}: {skipped} prompts longer than {config.data.max_prompt_tokens} tokens skipped")
+    fitting = tuple((example, tuple(ids)) for example, ids in prompts)
+    return PromptStream(data.name, data.digest, fitting, skipped, config.data.data_seed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as a TOML file and overrides say."""
+    parser = argparse.ArgumentParser(prog="train", description="Train a looped model by GRPO.")
+    parser.add_argument("--config", help="TOML file; see recipes/ (default: settings from overrides)")
+    parser.add_argument("--resume", help="auto, never or a checkpoint folder: sets run.resume")
+    parser.add_argument("--from-logs", metavar="DIR", help="train from schedule logs, without sampling")
+    parser.add_argument("--rollout-only", action="store_true", help="write logs, train nothing")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_args(argv)
+    overrides = list(arguments.overrides)
+    if arguments.resume is not None:
+        overrides.append(f"run.resume={arguments.resume}")
+    if arguments.from_logs is not None:
+        overrides.append(f"run.from_logs={arguments.from_logs}")
+    if arguments.rollout_only:
+        overrides.append("run.rollout_only=true")
+    build(load(arguments.config, overrides)).run()
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
