@@ -14,14 +14,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from engine.engine import Engine
 from models.checkpoint import load_model
 from models.cli import run_cli
 from models.numerics import configure
 from rollout.collect import LOG_FILE
+from rollout.generate import choose_capacity
 from rollout.log import write_log
 from rollout.samples import write_rows
 from train.config_file import load
-from train.evaluation import evaluate
+from train.evaluation import evaluate, evaluation_requests
 from train.run import build_rollouts
 
 
@@ -33,10 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(config.model.path, dtype=config.model.dtype, device=device,
                        profile=config.model.profile)
     rollouts, stream, _ = build_rollouts(config, model)
-    count = len(stream.first(arguments.limit)) * arguments.samples
-    with tqdm(total=count, unit="sample", disable=None) as bar:
+    requests = evaluation_requests(stream, arguments.max_new_tokens, arguments.samples, arguments.limit)
+    capacity = choose_capacity(requests, rollouts.engine.schedule.max_depth,
+                               {"max_sequences": min(arguments.batch, len(requests))})
+    engine = Engine(model, arguments.schedule, capacity, decode=rollouts.decode)
+    with tqdm(total=len(requests), unit="sample", disable=None) as bar:
         result = evaluate(
-            rollouts.engine, stream, replace(rollouts.sampling, greedy=arguments.temperature == 0),
+            engine, stream, replace(rollouts.sampling, greedy=arguments.temperature == 0),
             rollouts.reward, rollouts.decode, max_new_tokens=config.rollout.max_new_tokens,
             samples=arguments.samples, limit=arguments.limit, on_finish=lambda _: bar.update())
     if arguments.out:
@@ -82,12 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings(arguments: argparse.Namespace) -> list[str]:
-    """The same as settings of a training run, so that one reading of them exists.
-
-    Pages: every sequence of a batch at its longest and deepest fits.
-    """
-    longest = arguments.max_prompt_tokens + arguments.max_new_tokens
-    deepest = 8  # an upper bound on loops; pages that are never taken cost address space only
+    """The same as settings of a training run, so that one reading of them exists."""
     found = {
         "model.path": arguments.model, "model.dtype": arguments.dtype,
         "model.profile": arguments.profile, "model.device": arguments.device,
@@ -96,9 +96,6 @@ def settings(arguments: argparse.Namespace) -> list[str]:
         "rollout.schedule": arguments.schedule,
         "rollout.temperature": arguments.temperature or 1.0,
         "rollout.max_new_tokens": arguments.max_new_tokens, "run.seed": arguments.seed,
-        "rollout.capacity.max_sequences": arguments.batch,
-        "rollout.capacity.max_rows": max(256, 4 * arguments.batch),
-        "rollout.capacity.pages": arguments.batch * deepest * -(-longest // 16),
     }
     return [f"{name}={value}" for name, value in found.items() if value is not None]
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.engine import Completion, Engine
+from engine.engine import Completion, Engine, Request
 from engine.sampler import Sampling
 from rollout.collect import Cohort, collect, requests_of
 from rollout.statistics import statistics
@@ -41,8 +41,7 @@ def evaluate(engine: Engine, stream: PromptStream, sampling: Sampling, reward: C
     draws the same noise: before and after are paired. An unscored sample counts as reward 0.
     """
     prompts = stream.first(limit)
-    requests = requests_of(prompts, step=0, dataset=stream.name, group_size=samples,
-                           max_new_tokens=max_new_tokens)
+    requests = evaluation_requests(stream, max_new_tokens, samples, limit)
     examples = [prompt.example for prompt in prompts for _ in range(samples)]
     cohort = collect(engine, requests, examples, sampling, reward, decode, on_finish)
     rewards = [score.value or 0.0 for score in cohort.scores]
@@ -58,6 +57,13 @@ def evaluate(engine: Engine, stream: PromptStream, sampling: Sampling, reward: C
                "greedy": sampling.greedy, "temperature": sampling.temperature,
                **score_summary(groups), **_rollout_summary(cohort)}
     return Evaluation(summary, rows, cohort)
+
+
+def evaluation_requests(stream: PromptStream, max_new_tokens: int, samples: int,
+                        limit: int | None) -> list[Request]:
+    """The requests of an evaluation, from which an engine's capacity can be chosen."""
+    return requests_of(stream.first(limit), step=0, dataset=stream.name, group_size=samples,
+                       max_new_tokens=max_new_tokens)
 
 
 def _rollout_summary(cohort: Cohort) -> dict:
