@@ -99,6 +99,7 @@ class Engine:
         while run.scheduler.busy:
             run.step()
         run.runner.cache.check_integrity()
+        run.scheduler.check_integrity()
         done = tuple(run.completions[number] for number in range(len(requests)))
         return Rollout(done, tuple(run.events), self.header(sampling), run.scheduler.peak_catch_up)
 
@@ -159,7 +160,6 @@ class _Run:
             event = self.scheduler.admit()
             self.runner.admit(event.sequence)
             self.events.append(event)
-            self.scheduler.check_integrity()
 
     def input_tokens(self, plan: Plan) -> list[int]:
         return [token for number, loop, start, stop in plan.spans if loop == 1

@@ -91,4 +91,4 @@ def sample(logits: Tensor, sampling: Sampling, uids: Sequence[int],
     else:
         noise = gumbel_noise(sampling.seed, uids, positions, logits.shape[-1], logits.device)
         ids = (scaled.to(torch.float64) + noise).argmax(-1)
-    return ids, token_logprob(logits, ids, sampling.temperature)
+    return ids, token_logprob(logits, ids, sampling.temperature).to(torch.float32)
