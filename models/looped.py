@@ -149,13 +149,14 @@ class LoopedLM:
         return add_norm(x, y, w[at + "norm_mlp_out"], eps, profile)
 
     def readout(self, h: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Hidden states after a loop [N, H] -> logits [N, V], float32 (float64 for float64)."""
+        """Hidden states after a loop [N, H] -> logits [N, V], float32 (float64 for float64).
+
+        `weights` of a tied model may bring a "head" of their own, the embedding in float32: its
+        gradient is then not rounded on the way to the embedding's.
+        """
+        w = self.wide if weights is None else weights
         kind = wide(self.dtype)
-        if weights is None:
-            head = self.wide["head"]
-        else:
-            head = weights["embed" if self.config.tied else "head"].to(kind)
-        return F.linear(h.to(kind), head)
+        return F.linear(h.to(kind), w["head" if "head" in w else "embed"].to(kind))
 
     def gate(self, h: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Exit-gate logits [N] of hidden states [N, H], float32 (float64 for float64).

@@ -176,6 +176,19 @@ def test_a_tied_head_is_the_embedding_in_both_ways_of_reading_out():
     assert torch.equal(model.gate(h, model.weights), model.gate(h))
 
 
+def test_a_tied_head_given_in_float32_keeps_its_gradient_in_float32():
+    """By way of the bfloat16 embedding the gradient of the read-out would be rounded."""
+    model = tiny_model(tied=True, dtype=torch.bfloat16)
+    h = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    head = model.wide["head"].clone().requires_grad_()
+    embed = model.weights["embed"].clone().requires_grad_()
+    logits = model.readout(h, {"embed": embed, "head": head})
+    assert torch.equal(logits, model.readout(h))
+    logits.sin().sum().backward()
+    assert embed.grad is None and head.grad.dtype == torch.float32
+    assert not torch.equal(head.grad, head.grad.bfloat16().float())
+
+
 def test_rows_of_different_loops_may_share_a_call():
     """The stack's weights know no loop: two half batches at loops 1 and 2 equal one mixed batch."""
     model = tiny_model()
