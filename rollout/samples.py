@@ -35,8 +35,9 @@ def sample_rows(prompts: Sequence[Prompt], completions: Sequence[Completion], to
 
 
 def write_rows(rows: Sequence[dict], path: str | Path) -> None:
-    """Write JSON lines to a temporary name, then rename."""
+    """Write JSON lines to a temporary name, then rename; the folder is made where it is missing."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     # A lone surrogate, which UTF-8 cannot carry, becomes its JSON escape.
     with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:

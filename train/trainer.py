@@ -5,7 +5,6 @@ Everything is built in `train/run.py` and handed in.
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -62,8 +61,8 @@ class Trainer:
     def run(self) -> None:
         """Train from the step after the loaded checkpoint to `run.steps`, or until a signal."""
         run = self.config.run
-        if self.state.step == 0:
-            self.evaluate_if_due(0)
+        if self.state.step == 0 and (row := self.evaluate_if_due(0)):
+            self.metrics.log(0, row)
         for step in range(self.state.step + 1, run.steps + 1):
             row = self.step(step)
             self.state.step = step
@@ -89,7 +88,7 @@ class Trainer:
             for batch, cohort in zip(batches, cohorts, strict=True):
                 write_cohort(cohort, batch.advantages,
                              cohort_folder(self.folder / "logs", step, batch.index))
-        self.metrics.show_samples(step, sample_rows(step, cohorts[0], batches[0]))
+        self.metrics.show_samples(step, sample_rows(cohorts[0], batches[0]))
         row = rollout_metrics(cohorts, advantages)
         if not self.config.run.rollout_only:
             row |= self.learner.step(batches, step)
@@ -157,16 +156,12 @@ def _share(completions: Sequence[Completion], reason: str) -> float:
     return sum(c.finish_reason == reason for c in completions) / len(completions)
 
 
-def sample_rows(step: int, cohort: Cohort, batch: Batch) -> list[str]:
-    """JSON lines of the first group of a step, for a person to read."""
-    rows = []
-    for number, completion in enumerate(cohort.log.completions):
-        request = completion.request
-        if request.group == cohort.log.completions[0].request.group:
-            rows.append(json.dumps({
-                "step": step, "example": request.example, "sample": request.sample,
-                "text": cohort.texts[number], "answer": cohort.answers[number],
-                "reward": cohort.scores[number].value, "advantage": batch.advantages[number],
-                "exit_depths": list(completion.exit_depths),
-                "finish_reason": completion.finish_reason}, ensure_ascii=False))
-    return rows
+def sample_rows(cohort: Cohort, batch: Batch) -> list[dict]:
+    """The first group of a step, for a person to read."""
+    first = cohort.log.completions[0].request.group
+    return [{"example": c.request.example, "sample": c.request.sample, "text": text, "answer": answer,
+             "reward": score.value, "advantage": advantage, "exit_depths": list(c.exit_depths),
+             "finish_reason": c.finish_reason}
+            for c, text, answer, score, advantage in zip(
+                cohort.log.completions, cohort.texts, cohort.answers, cohort.scores, batch.advantages,
+                strict=True) if c.request.group == first]
