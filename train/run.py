@@ -6,8 +6,7 @@ The only module that may import and build all parts.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.engine import Engine
@@ -17,10 +16,10 @@ from models.cli import run_cli
 from models.looped import LoopedLM
 from models.numerics import configure
 from models.tokenizer import Tokenizer, load_tokenizer, stop_ids
-from rollout.data import DataSet, Example, fit_prompts, load_data
-from rollout.rewards import load_reward
+from rollout.data import fit_prompts
+from rollout.tasks import Task, load_task
 from train import checkpoint
-from train.config import DataOptions, TrainConfig
+from train.config import TrainConfig
 from train.config_file import load, to_toml
 from train.evaluation import Evaluation, evaluate
 from train.learner import Learner
@@ -89,7 +88,7 @@ def build_rollouts(config: TrainConfig, model: LoopedLM):
     """Sampled rollouts, their prompts, and the evaluation on held-out prompts (or None)."""
     options, data = config.rollout, config.data
     tokenizer = load_tokenizer(config.model.path)
-    task = choose_task(config)
+    task = load_task(data)
     stream = prompt_stream(config, task, tokenizer, data.split)
     sampling = Sampling(seed=config.run.seed, temperature=options.temperature,
                         stop_ids=stop_ids(model.config.eos_ids, tokenizer),
@@ -108,43 +107,12 @@ def build_rollouts(config: TrainConfig, model: LoopedLM):
     return rollouts, stream, run_evaluation
 
 
-@dataclass(frozen=True)
-class FileTask:
-    """Prompts and reward as the configuration names them; the evaluation may have its own file."""
-
-    options: DataOptions
-    reward: Callable
-    stop_strings: tuple[str, ...] = ()
-
-    def data(self, split: str) -> DataSet:
-        """The data set of a split."""
-        options = self.options
-        held_out = split == options.eval_split and options.eval_path is not None
-        return load_data(options.eval_path if held_out else options.path, split=split,
-                         prompt_field=options.prompt_field, answer_field=options.answer_field,
-                         id_field=options.id_field, limit=None if held_out else options.limit)
-
-    def encode(self, tokenizer: Tokenizer, example: Example) -> list[int]:
-        """Prompt ids: text as it is, messages through the checkpoint's chat template."""
-        prompt = example.prompt
-        return tokenizer.encode(prompt if isinstance(prompt, str) else tokenizer.chat(prompt))
-
-
-def choose_task(config: TrainConfig):
-    """The built-in task that `data.task` names, or the files that the configuration names."""
-    if config.data.task is None:
-        return FileTask(config.data, load_reward(config.data.reward))
-    from rollout.tasks import load_task
-
-    return load_task(config.data.task)
-
-
 def say(text: str) -> None:
     """One line for the person at the console."""
     print(text, flush=True)
 
 
-def prompt_stream(config: TrainConfig, task, tokenizer: Tokenizer, split: str) -> PromptStream:
+def prompt_stream(config: TrainConfig, task: Task, tokenizer: Tokenizer, split: str) -> PromptStream:
     """The prompts of a split as token ids; too long ones are refused or skipped as configured."""
     data = task.data(split)
     prompts, skipped = fit_prompts(data, lambda example: task.encode(tokenizer, example),

@@ -179,8 +179,7 @@ def test_seeds_are_separate(straight, tmp_path):
 
 def test_evaluation_during_training(tmp_path):
     assert main(overrides(tmp_path, **{"run.steps": 2, "run.eval_every": 2, "run.eval_samples": 2,
-                                       "data.eval_path": tmp_path / "data.jsonl",
-                                       "data.eval_split": "train"})) == 0
+                                       "data.eval_path": tmp_path / "data.jsonl"})) == 0
     assert ["eval/accuracy" in row for row in rows(tmp_path / "run")] == [True, False, True]
     for step in (0, 2):
         lines = (tmp_path / f"run/eval/step-{step:06d}.jsonl").read_text().splitlines()
