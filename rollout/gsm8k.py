@@ -102,7 +102,7 @@ def reward(samples: Sequence[Sample]) -> list[dict[str, float]]:
 
 
 def load(spec: str | Path, split: str = "train", *, prompt_field: str = "question", answer_field: str = "answer",
-         limit: int | None = None) -> DataSet:
+         id_field: str = "id", limit: int | None = None) -> DataSet:
     """GSM8K rows as examples: the question, the number behind `####` as answer, `fields["solution"]`.
 
     Args: as of `load_data`; "openai/gsm8k" means its configuration "main".
@@ -110,7 +110,8 @@ def load(spec: str | Path, split: str = "train", *, prompt_field: str = "questio
     """
     if str(spec) == HUB_NAME:
         spec = f"{HUB_NAME}:{HUB_CONFIGURATION}"
-    data = load_data(spec, split=split, prompt_field=prompt_field, answer_field=answer_field, limit=limit)
+    data = load_data(spec, split=split, prompt_field=prompt_field, answer_field=answer_field,
+                     id_field=id_field, limit=limit)
     examples, unreadable = [], []
     for example in data.examples:
         value = gold(example.answer)
