@@ -205,7 +205,7 @@ def _write_manifest(partial: Path, step: int) -> None:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Rename; a checkpoint of the same name makes way, and is removed once its successor stands."""
+    """Rename; a checkpoint of the same name makes way, and `_prune` removes it once its successor stands."""
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         if replaced.exists():
@@ -213,8 +213,6 @@ def _put_in_place(partial: Path, final: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     _sync(final.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:

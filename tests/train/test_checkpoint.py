@@ -81,6 +81,12 @@ def test_keep_one(tmp_path):
         assert names(tmp_path) == [f"step-{step:06d}"]
 
 
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (999999, 1000000):
+        write(tmp_path, step, keep=1)
+    assert names(tmp_path) == ["step-1000000"]
+
+
 def test_older_ones_live_until_the_new_one_is_complete(tmp_path, monkeypatch):
     write(tmp_path, 1, keep=1)
     seen = []
@@ -226,6 +232,15 @@ def test_the_same_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["step-000001", "step-000002"] and load(tmp_path / "step-000002").step == 2
 
 
+def test_what_was_replaced_comes_second(tmp_path):
+    """Both are there when a process is killed just after the new one was put in place."""
+    path = write(tmp_path, 2)
+    shutil.copytree(path, tmp_path / "step-000002.replaced")
+    assert found(tmp_path) == (path, [])
+    shutil.rmtree(path)
+    assert found(tmp_path) == (tmp_path / "step-000002.replaced", [])
+
+
 def test_rewind_sets_later_ones_aside_for_good(tmp_path):
     """Else a run resumed at 10 and killed at 15 would go on from the 30 of the run before."""
     for step in (10, 20, 30):
@@ -289,6 +304,10 @@ KILLED = """
             print(number)
             number, second = 0, second - 1
             continue
+        for entry in checkpoint._entries(folder, ""):
+            checkpoint.verify(entry)  # nothing half-deleted bears a checkpoint's name
+        save(folder, second)
+        assert checkpoint.load(folder / f"step-{second:06d}").step == second
         save(folder, 3)
         assert [p.name for p in folder.iterdir()] == ["step-000003"], (number, list(folder.iterdir()))
         number += 1
