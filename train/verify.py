@@ -118,7 +118,7 @@ class ModelFinder:
         """The model of `log`, in its dtype and profile. RuntimeError when there is none."""
         wanted, dtype = log.header["weights"], log.header["dtype"]
         reasons = []
-        for folder in self._order():
+        for folder in self.folders:
             if self.digests.get((folder, dtype), wanted) != wanted:
                 continue
             try:
@@ -137,11 +137,6 @@ class ModelFinder:
             check_contract(self._load(self.folders[0], log), log)
         raise RuntimeError(f"none of {len(self.folders)} models has the weights of the log (digest "
                            f"{wanted[:16]}...)" + "".join(f"; {reason}" for reason in reasons))
-
-    def _order(self) -> list[Path]:
-        """The folder in use first: logs of one step follow each other, then come those of the next."""
-        at = self.folders.index(self.loaded[0][0]) if self.loaded else 0
-        return [*self.folders[at:], *self.folders[:at]]
 
     def _load(self, folder: Path, log: ScheduleLog) -> LoopedLM:
         key = (folder, log.header["dtype"], log.header["profile"])

@@ -153,13 +153,25 @@ def test_dtype_and_profile_follow_the_log(tmp_path, capsys):
     assert call(capsys, tmp_path, "--model", tmp_path / "model")[0] == 0
 
 
-def test_other_thread_counts_are_refused_naming_both(one, capsys):
+def test_other_thread_counts_are_refused_naming_both_before_weights_are_read(one, capsys, monkeypatch):
     path, model = one
+
+    def never(*arguments, **options):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(verify, "load_model", never)
     try:
         status, [line], _ = call(capsys, path, "--model", model, "--threads", 2)
     finally:
         torch.set_num_threads(1)
     assert status == 2 and "made with threads = 1, this process has 2" in line
+
+
+def test_events_that_make_no_sense_are_not_executed(one, capsys):
+    path, model = one
+    path.write_bytes(forge(path.read_bytes(), lambda described, arrays: described.update(peak_catch_up=99)))
+    status, [line], _ = call(capsys, path, "--model", model)
+    assert status == 2 and "refused: peak_catch_up = 99" in line
 
 
 def test_a_broken_checkpoint_beside_the_right_one_is_passed_over(run, one, tmp_path, capsys):
@@ -172,17 +184,21 @@ def test_a_broken_checkpoint_beside_the_right_one_is_passed_over(run, one, tmp_p
     assert status == 2 and "none of 2 models" in line and "a-broken/config.json is not valid JSON" in line
 
 
-def test_each_checkpoint_is_loaded_once_for_the_logs_of_one_dtype(run, monkeypatch):
+def test_a_checkpoint_is_not_loaded_to_learn_its_digest_again(tmp_path, monkeypatch):
+    """Logs of models 1, 3 and 2: what was learnt of 1 and 2 on the way to 3 is kept."""
     loaded = []
 
     def counting(folder, **options):
-        loaded.append(folder.parent.name)
+        loaded.append(folder.name)
         return load_model(folder, **options)
 
     monkeypatch.setattr(verify, "load_model", counting)
-    logs = [run / f"logs/step-{step}/float32/schedule.log" for step in (1, 2)]
-    report = verify_logs(logs, [run / "checkpoints"], say=lambda line: None)
-    assert report.status == 0 and loaded == ["step-1", "step-2"]
+    for number in (1, 3, 2):
+        model = tiny_model(seed=number, dtype=torch.float32)
+        save_model(model, tmp_path / f"model-{number}")
+        write_log(rollout_log(model=model, count=1, new=2)[1], tmp_path / f"{number}.log")
+    report = verify_logs([tmp_path / f"{n}.log" for n in (1, 3, 2)], [tmp_path], say=lambda line: None)
+    assert report.status == 0 and loaded == ["model-1", "model-2", "model-3", "model-2"]
 
 
 def test_paths_that_name_nothing_are_the_callers_mistake(run, tmp_path):
