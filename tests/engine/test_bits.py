@@ -53,6 +53,13 @@ def test_what_the_memory_held_before_leaves_no_bits(monkeypatch, junk, dtype, te
     assert generate(model, text) == clean
 
 
+def test_the_longest_text_that_the_model_takes_decides_no_bits():
+    """It sizes tables only."""
+    short, long = (generate(tiny_model(dtype=torch.float32, max_positions=n), "exit:periodic=1,3")
+                   for n in (64, 4096))
+    assert (short.completions, short.events) == (long.completions, long.events)
+
+
 @pytest.mark.parametrize("text", SCHEDULES)
 def test_few_pages_used_again_and_again_give_the_same_bits(text):
     """Pages of finished sequences come back in another order, full of their keys."""

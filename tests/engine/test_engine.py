@@ -159,6 +159,17 @@ def test_padded_row_counts_are_recorded(model):
     assert [(p.padded_rows, p.head_rows) for p in passes] == [(8, 0), (8, 3), (4, 0), (4, 3)]
 
 
+def test_the_header_states_what_was_in_force(model):
+    """No hidden sampling default: what is not in the header was not applied."""
+    sampling = Sampling(seed=2**40, temperature=0.7, stop_ids=(4, 0), stop_strings=("ab",))
+    header = Engine(model, "exit:gate=.5", SMALL, decode=decode).generate([Request((1,), 2, 1)], sampling).header
+    expected = {"seed": 2**40, "temperature": 0.7, "greedy": False, "stop_ids": [4, 0], "stop_strings": ["ab"],
+                "schedule": "exit:gate=0.5,min=1,max=3", "catch_up": "lazy", "capacity": vars(SMALL),
+                "policy_version": 0, "weights": model.digest(), "dtype": "float32", "profile": "hf",
+                "numerics": "shapes", "attention": "sdpa", "loops": 3, "vocab": 29}
+    assert {name: header[name] for name in expected} == expected
+
+
 def test_no_requests_no_work(model):
     rollout = Engine(model).generate([], Sampling())
     assert rollout.completions == () and rollout.events == ()

@@ -62,6 +62,26 @@ def test_exit_at_full_depth_is_dense_token_for_token(model, text):
             == Engine(model, "dense", SMALL).generate(asked, SAMPLING).completions)
 
 
+@pytest.mark.parametrize("text", ["dense", "exit:2", "exit:gate=0.55", "exit:mix=1:2,2:1,3:1"])
+def test_a_text_cut_and_given_back_as_prompt_goes_on_as_before(model, text):
+    """Noise and depths are keyed by position, so where the prompt ends does not matter."""
+    whole = requests([5, 12], new=10)
+    engine, sampling = Engine(model, text, SMALL), Sampling(seed=4)
+    before = engine.generate(whole, sampling).completions
+    parts = [Request(done.request.prompt + done.token_ids[:4], 6, done.request.uid) for done in before]
+    for done, rest in zip(before, engine.generate(parts, sampling).completions, strict=True):
+        assert rest.token_ids == done.token_ids[4:] and rest.exit_depths == done.exit_depths[4:]
+
+
+@pytest.mark.parametrize("text", ["dense", "exit:periodic=1,3"])
+def test_float32_greedy_text_does_not_depend_on_the_batch_size(text):
+    """Away from near-ties, as here."""
+    model, asked = tiny_model(dtype=torch.float32), requests([3, 17, 30, 1, 8, 5, 9, 12], new=8)
+    found = [Engine(model, text, Capacity(max_sequences=size)).generate(asked, Sampling(greedy=True)).completions
+             for size in (1, 3, 8)]
+    assert len({tuple(done.token_ids for done in batch) for batch in found}) == 1
+
+
 @settings(max_examples=25)
 @given(st.data())
 def test_float64_text_depends_on_the_request_alone(data):

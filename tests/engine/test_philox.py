@@ -54,6 +54,7 @@ def test_counters_broadcast():
 
 def test_split64_and_depth_word_use_every_bit():
     assert split64(0x0123456789ABCDEF) == (0x89ABCDEF, 0x01234567)
+    assert DEPTH_BLOCK == ONES  # no vocabulary has a block of that number
     base = depth_word(5, 6, 7)
     assert base == philox((6, 0, 7, DEPTH_BLOCK), (5, 0))[0]
     for other in ((5 + 2**32, 6, 7), (5, 6 + 2**32, 7), (5, 6 + 2**63, 7), (4, 6, 7), (5, 6, 8)):

@@ -115,6 +115,12 @@ def test_logprob_is_that_of_the_tempered_softmax(temperature):
             assert (torch.tensor(logprobs).double() - wrong).abs().max() > 0.1
 
 
+def test_float64_logits_give_float32_logprobs_too():
+    """A recorded log-prob has one width, whatever the model's."""
+    logits = torch.randn(6, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    draw(logits, Sampling())
+
+
 def test_temperature_divides_the_logits_and_not_the_noise():
     """A token 8 nats ahead at temperature 0.1 is 80 ahead: never beaten. At 8 it is 1 ahead."""
     logits = torch.tensor([[8.0, 0.0]]).expand(300, -1)

@@ -61,6 +61,6 @@ def test_stop_strings_without_a_tokenizer_are_refused():
 
 
 def test_only_the_shown_text_is_cut():
-    assert shown_text("4\nQuestion: 5 Q", ("Q", "Question:")) == "4\n"
+    assert shown_text("4\nQuestion: 5 Q", (" 5", "Question:")) == "4\n"
     assert shown_text("no stop", ("Question:",)) == "no stop"
     assert shown_text("no stop", ()) == "no stop"
