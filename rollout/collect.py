@@ -119,7 +119,7 @@ def read_cohort(folder: str | Path) -> Cohort:
     log = read_checked(folder / LOG_FILE)
     file = folder / SAMPLES_FILE
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
         raise ValueError(f"{file} is missing: rewards are read from it") from None
     except json.JSONDecodeError as error:
