@@ -39,7 +39,8 @@ class RunMetrics:
     """Writes the metrics of one run folder.
 
     resume_step: last step of the loaded checkpoint (0: none); rows after it are set aside in
-    `metrics.after-step-N.jsonl`, and TensorBoard hides its events after it.
+    `metrics.after-step-N.jsonl`. TensorBoard's older event files stay as they are; the new one
+    begins with a purge mark, at which readers hide the events of the steps that are run again.
     """
 
     def __init__(self, folder: str | Path, config: TrainConfig, resume_step: int = 0):
@@ -84,7 +85,8 @@ class RunMetrics:
         self.bar.close()
         for tracker in self.trackers:
             tracker.finish()
-        draw_curves(self.folder)
+        if (self.folder / METRICS).exists():
+            draw_curves(self.folder)
 
 
 def _finite(value: float) -> float | None:
@@ -94,25 +96,28 @@ def _finite(value: float) -> float | None:
 def rewind(file: Path, step: int) -> None:
     """Move the rows of later steps, and half a last line, into a file beside; nothing is lost.
 
+    step 0: the run starts from the beginning and keeps no row, its row of step 0 neither.
     `metrics.jsonl` -> `metrics.after-step-N.jsonl`, or `.after-step-N.1.jsonl` where that exists.
+    Rows are taken as bytes that end at a line feed: texts may hold U+2028, at which
+    `str.splitlines` breaks too, and a kill may have cut a character in half.
     """
     if not file.exists():
         return
     kept, later = [], []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in file.read_bytes().splitlines(keepends=True):
         try:
             number = json.loads(line)["step"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             number = math.inf  # cut in the middle of a write
-        (kept if number <= step and line.endswith("\n") else later).append(line)
+        (kept if 0 < step >= number and line.endswith(b"\n") else later).append(line)
     if not later:
         return
     base, number = f"{file.stem}.after-step-{step}", 0
     while (aside := file.with_name(f"{base}{f'.{number}' if number else ''}.jsonl")).exists():
         number += 1
-    aside.write_text("".join(later), encoding="utf-8")
+    aside.write_bytes(b"".join(later))
     partial = file.with_name(f".{file.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_bytes(b"".join(kept))
     partial.rename(file)
 
 
@@ -133,7 +138,7 @@ def start_trackers(config: TrainConfig, folder: Path, resume_step: int) -> list:
             raise ValueError(f"run.trackers: the package of {name!r} is not installed")
         kind = LOGGER_TYPE_TO_CLASS[name]
         if name == "tensorboard":
-            tracker = kind("tensorboard", folder, purge_step=resume_step + 1 if resume_step else None)
+            tracker = kind("tensorboard", folder, purge_step=resume_step + 1 if resume_step else 0)
         elif kind.requires_logging_directory:
             tracker = kind(folder.name, folder)
         else:
