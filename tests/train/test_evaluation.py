@@ -1,0 +1,81 @@
+"""Evaluation figures by hand: accuracy, intervals, pass@k; the command on the embedded task."""
+
+import json
+
+import pytest
+from tiny_run import overrides
+
+from train.evaluate import main
+from train.evaluation import score_summary
+
+
+def test_pass_at_k_and_accuracy_by_hand():
+    """Solved 2, 0 and 4 of 4: pass@1 = mean of 1/2, 0, 1; pass@2 = mean of 1 - C(2,2)/C(4,2), 0, 1."""
+    found = score_summary([[1.0, 0.0, 1.0, 0.0], [0.0] * 4, [1.0] * 4])
+    assert found["accuracy"] == pytest.approx(0.5)
+    assert found["pass@1"] == pytest.approx(0.5)
+    assert found["pass@2"] == pytest.approx((5 / 6 + 0 + 1) / 3)
+    assert found["pass@4"] == pytest.approx(2 / 3)
+
+
+def test_interval_over_problems_by_hand():
+    """Means 0.5, 0, 1: standard deviation 0.5, so 1.96 * 0.5 / sqrt(3) on both sides."""
+    found = score_summary([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    half = 1.959963984540054 * 0.5 / 3**0.5
+    assert found["accuracy_low"] == pytest.approx(0.5 - half)
+    assert found["accuracy_high"] == pytest.approx(0.5 + half)
+
+
+def test_right_or_wrong_problems_have_wilsons_interval():
+    """8 of 10: 0.4902 to 0.9433, the textbook value of Wilson's interval."""
+    found = score_summary([[1.0]] * 8 + [[0.0]] * 2)
+    assert found["accuracy_low"] == pytest.approx(0.4902, abs=1e-4)
+    assert found["accuracy_high"] == pytest.approx(0.9433, abs=1e-4)
+
+
+def test_partial_rewards_are_not_solved():
+    found = score_summary([[0.5, 0.5], [1.0, 0.5]])
+    assert found["accuracy"] == pytest.approx(0.625)
+    assert found["pass@2"] == pytest.approx(0.5)
+
+
+def test_three_samples_report_pass_at_one_two_and_three():
+    assert [name for name in score_summary([[1.0, 0.0, 0.0]]) if name.startswith("pass@")] == [
+        "pass@1", "pass@2", "pass@3"]
+
+
+def test_the_command_writes_samples_and_a_log(tmp_path, capsys):
+    settings = dict(pair.split("=", 1) for pair in overrides(tmp_path))
+    arguments = ["--model", settings["model.path"], "--data", settings["data.path"], "--split", "train",
+                 "--reward", settings["data.reward"], "--schedule", "exit:2", "--samples", "2", "--limit", "3",
+                 "--max-new-tokens", "4", "--out", str(tmp_path / "out.jsonl"), "--log-dir", str(tmp_path / "log")]
+    assert main(arguments) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert summary["problems"] == 3 and summary["samples"] == 2 and len(rows) == 6
+    assert summary["accuracy"] == pytest.approx(sum(row["reward"] for row in rows) / 6)
+    assert summary["mean_depth"] == 2.0 and all(set(row["exit_depths"]) == {2} for row in rows)
+    assert (tmp_path / "log/schedule.log").exists()
+
+
+def test_evaluations_are_paired_and_greedy_ignores_the_seed(tmp_path, capsys):
+    settings = dict(pair.split("=", 1) for pair in overrides(tmp_path))
+
+    def texts(*more):
+        out = tmp_path / "out.jsonl"
+        main(["--model", settings["model.path"], "--data", settings["data.path"], "--split", "train",
+              "--reward", settings["data.reward"], "--max-new-tokens", "6", "--out", str(out), *more])
+        capsys.readouterr()
+        return [json.loads(line)["text"] for line in out.read_text().splitlines()]
+
+    assert texts() == texts() != texts("--seed", "1")
+    assert texts("--temperature", "0") == texts("--temperature", "0", "--seed", "1")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--task", "nothing"], "nothing"), ([], "data.path"), (["--task", "calculator", "--schedule", "draft:1"], "draft"),
+])
+def test_refusals_name_the_setting(arguments, message, tmp_path):
+    settings = dict(pair.split("=", 1) for pair in overrides(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        main(["--model", settings["model.path"], *arguments])
