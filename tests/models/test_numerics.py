@@ -1,5 +1,6 @@
 """Settings that decide bits, and how commands report failure."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,8 +94,9 @@ def test_a_reader_that_goes_away_is_no_fault(lines):
     """`command | head`: found while printing, or only at the last flush."""
     code = ("import sys, time\nfrom models.cli import run_cli\ndef main():\n    sys.stdin.read()\n"
             f"    for _ in range({lines}): print('x' * 50)\n    return 0\nrun_cli(main)")
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     run = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, cwd=ROOT)
+                           stderr=subprocess.PIPE, cwd=ROOT, env=buffered)
     run.stdout.close()
     run.stdin.close()
     assert run.wait() == 141

@@ -40,6 +40,8 @@ def test_a_position_has_the_same_bits_whenever_its_block_was_made():
     grown(wanted[:4], BLOCK)
     found = grown(wanted, 2 * BLOCK + 7)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    angles = wanted.float()[:, None, None] * grown.inv_freq.repeat(2)
+    assert torch.allclose(found[0], angles.cos(), atol=1e-6) and torch.allclose(found[1], angles.sin(), atol=1e-6)
 
 
 def test_far_positions_are_as_exact_as_float32_angles_allow():
