@@ -17,10 +17,9 @@ def by_hand(model, completions, temperature):
     for completion in completions:
         ids = [*completion.request.prompt, *completion.token_ids]
         states = dense_forward(model, pack([ids], model.device), model.config.loops)
-        for index, (token, depth) in enumerate(zip(completion.token_ids, completion.exit_depths,
-                                                   strict=True)):
+        for index, (token, depth) in enumerate(zip(completion.token_ids, completion.exit_depths, strict=True)):
             row = len(completion.request.prompt) - 1 + index
-            logits = model.readout(states[depth - 1][row:row + 1])[0] / temperature
+            logits = model.readout(states[depth - 1][row : row + 1])[0] / temperature
             found.append(logits[token] - logits.exp().sum().log())
     return torch.stack(found)
 
@@ -56,8 +55,7 @@ def test_loops_run_only_as_deep_as_the_batch_needs(monkeypatch):
 def gradient(model, masters, log, **options):
     flat = torch.zeros_like(masters.flat)
     masters.collect_into(flat)
-    found = dense_logprobs(model, log.completions, 0.9,
-                           weights=lambda: masters.differentiable(model), **options)
+    found = dense_logprobs(model, log.completions, 0.9, weights=lambda: masters.differentiable(model), **options)
     weight = torch.linspace(-1, 1, len(found.logprobs))
     (found.logprobs * weight).sum().backward()
     return flat, found

@@ -18,7 +18,7 @@ def with_logprob(log: ScheduleLog, sequence: int, index: int, value: float) -> S
     values = list(completion.logprobs)
     values[index] = value
     changed = replace(completion, logprobs=tuple(values))
-    return replace(log, completions=(*log.completions[:sequence], changed, *log.completions[sequence + 1:]))
+    return replace(log, completions=(*log.completions[:sequence], changed, *log.completions[sequence + 1 :]))
 
 
 def captured_gradient(learner, batches, step=1):
@@ -59,8 +59,9 @@ def test_gradient_is_that_of_the_dense_forward_bit_for_bit(dtype):
     log = batches[0].log
     expected = torch.zeros_like(learner.masters.flat)
     learner.masters.collect_into(expected)
-    dense = dense_logprobs(learner.model, log.completions, 0.9,
-                           weights=lambda: learner.masters.differentiable(learner.model))
+    dense = dense_logprobs(
+        learner.model, log.completions, 0.9, weights=lambda: learner.masters.differentiable(learner.model)
+    )
     advantage = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat_interleave(9)
     dense.logprobs.backward((-advantage / 36).to(dense.logprobs.dtype))
     [found], _ = captured_gradient(learner, batches)
@@ -139,8 +140,7 @@ def test_a_changed_bit_stops_the_run_and_is_named():
 def test_audited_cohorts_are_keyed_by_seed_and_step():
     learner = make_learner(make_config(cohorts=8, audit_cohorts=2, audit_every=3))
     chosen = [learner.audited(step) for step in range(1, 200)]
-    assert all(len(found) == (2 if (step - 1) % 3 == 0 else 0)
-               for step, found in enumerate(chosen, 1))
+    assert all(len(found) == (2 if (step - 1) % 3 == 0 else 0) for step, found in enumerate(chosen, 1))
     assert chosen == [make_learner(learner.config).audited(step) for step in range(1, 200)]
     assert {cohort for found in chosen for cohort in found} == set(range(8))
 
@@ -200,8 +200,7 @@ def test_old_values_stay_those_of_the_rollout_over_updates():
     assert torch.equal(seen[0][0], values) and not torch.equal(seen[1][0], values)
 
 
-@pytest.mark.parametrize("dtype, dense", [("float32", "same"), ("bfloat16", "same"),
-                                          ("bfloat16", "float32")])
+@pytest.mark.parametrize("dtype, dense", [("float32", "same"), ("bfloat16", "same"), ("bfloat16", "float32")])
 def test_reruns_have_the_same_bits(dtype, dense):
     digests = []
     for _ in range(2):
@@ -224,8 +223,11 @@ def test_a_log_of_another_kind_is_refused():
     learner = make_learner(make_config())
     [batch, _] = make_batches(learner)
     header = batch.log.header
-    for change, message in (({"dtype": "bfloat16"}, "dtype"), ({"profile": "fused"}, "profile"),
-                            ({"fingerprint": header["fingerprint"] | {"threads": 2}}, "threads")):
+    for change, message in (
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"profile": "fused"}, "profile"),
+        ({"fingerprint": header["fingerprint"] | {"threads": 2}}, "threads"),
+    ):
         wrong = Batch(0, replace(batch.log, header=header | change), ADVANTAGES, (True,) * 4)
         with pytest.raises(RuntimeError, match=message):
             learner.step([wrong], 1)
