@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     bits = check_bits(trainer, after)
     show(before, after, bits)
     drawn = folder / "schedule.png"
-    draw(last_log(trainer), drawn, sequences=[group * config.rollout.group_size for group in range(5)])
+    log = last_log(trainer)
+    draw(log, drawn, sequences=range(0, len(log.completions), config.rollout.group_size)[:5])
     for name, result in after.items():
         write_rows(result.rows, folder / "eval" / f"after-{name.replace(' ', '-')}.jsonl")
     report = {"before": {name: e.summary for name, e in before.items()},
