@@ -15,7 +15,7 @@ usage: ./launch.sh COMMAND [ARGUMENT ...]
 
   demo        train the small looped model that ships with Reprise, and compare before with after
   test        run the tests; --thorough adds the longer ones; other arguments go to pytest
-  train       train; NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR, MASTER_PORT as torchrun has them
+  train       train, in one process
   generate    sample from a model
   evaluate    accuracy of a model on a task
   bench       measure the rollout engine
@@ -153,21 +153,19 @@ run_tests() {
 
 run_train() {
     local nodes=${NNODES:-1} processes=${NPROC_PER_NODE:-1}
-    if [[ $nodes == 1 && $processes == 1 ]]; then
-        # One process does without torchrun, whose agent passes SIGTERM and SIGINT on but then dies
-        # of a SignalException with status 1, however well the trainer saved, and kills a trainer
-        # that needs more than 30 s for it. Here the trainer is this process: it gets the signals
-        # and its status is ours. Port 0 lets it take a free port: two runs never collide.
-        export RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1
-        export MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-0}
-        exec "$python" -m train.run "$@"
+    # Asked here and not in the trainer: under torchrun its refusal would come once a process, in the
+    # middle of the agent's own traceback, and with NNODES=2 only after the nodes have met.
+    if [[ $nodes != 1 || $processes != 1 ]]; then
+        say "error: NNODES=$nodes NPROC_PER_NODE=$processes: training in several processes is not supported yet; leave both unset or 1"
+        exit 2
     fi
-    local meet=(--nnodes "$nodes" --node-rank "${NODE_RANK:-0}"
-        --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
-    # On one node, torchrun finds a free port itself unless one is named.
-    if [[ $nodes == 1 && -z ${MASTER_PORT-} ]]; then meet=(--standalone); fi
-    exec "$python" -m torch.distributed.run "${meet[@]}" --nproc-per-node "$processes" \
-        --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m train.run "$@"
+    # One process does without torchrun, whose agent passes SIGTERM and SIGINT on but then dies of a
+    # SignalException with status 1, however well the trainer saved, and kills a trainer that needs
+    # more than 30 s for it. Here the trainer is this process: it gets the signals and its status is
+    # ours. Port 0 lets it take a free port: two runs never collide.
+    export RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1
+    export MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-0}
+    exec "$python" -m train.run "$@"
 }
 
 command=${1-}

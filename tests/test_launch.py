@@ -97,19 +97,15 @@ def test_one_training_process_needs_no_torchrun(checkout, brought):
     assert [report["env"][name] for name in names] == ["0", "0", "1", "1", "127.0.0.1", "0"]
 
 
-def test_more_training_processes_go_through_torchrun(checkout, brought):
-    run = ["-m", "torch.distributed.run"]
-    rest = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "-m", "train.run", "--steps", "3"]
-
-    def torchrun(**environment):
-        return checkout.report("train", "--steps", "3", PYTHON=brought, **environment)["argv"]
-
-    assert torchrun(NPROC_PER_NODE="2") == [*run, "--standalone", "--nproc-per-node", "2", *rest]
-    meet = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29511"]
-    two_nodes = torchrun(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", MASTER_PORT="29511", NPROC_PER_NODE="4")
-    assert two_nodes == [*run, *meet, "--nproc-per-node", "4", *rest]
-    meet = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "29500"]
-    assert torchrun(NNODES="2") == [*run, *meet, "--nproc-per-node", "1", *rest]
+@pytest.mark.parametrize("asked", [{"NPROC_PER_NODE": "2"}, {"NNODES": "2"}, {"NPROC_PER_NODE": "gpu"}])
+def test_several_training_processes_are_refused_before_anything_starts(checkout, brought, asked):
+    """Two processes each trained the whole run, unaware of each other, in one run folder; two nodes waited
+    for each other without a word."""
+    stdout, stderr = checkout.run("train", "run.steps=3", status=2, PYTHON=brought, **asked)
+    name, value = next(iter(asked.items()))
+    assert stdout == "" and len(stderr.splitlines()) == 1
+    assert f"{name}={value}" in stderr and "several processes is not supported yet" in stderr
+    assert not checkout.log.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
