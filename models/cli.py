@@ -1,7 +1,8 @@
 """How every command reports failure: one line and exit status 2, never a traceback.
 
 A ValueError is the caller's to mend, a RuntimeError a broken contract between files or
-processes; anything else is a bug of this project and keeps its traceback.
+processes, an OSError or MemoryError the machine's refusal; anything else is a bug of this
+project and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from collections.abc import Callable
 
 
 def run_cli(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its status; print ValueError and RuntimeError as one line."""
+    """Run `main` and exit with its status; print the errors named above as one line."""
     try:
         status = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the caller closed it (`>&-`)
+            sys.stdout.flush()
     except BrokenPipeError:
         status = 141  # the reader went away (for instance `| head`): as a shell reports it
         # The interpreter flushes once more at exit; let it write into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, RuntimeError, FileNotFoundError, PermissionError, IsADirectoryError,
-            NotADirectoryError) as error:
+    except MemoryError as error:
+        print(f"error: out of memory {' '.join(str(error).split())}".rstrip(), file=sys.stderr)
+        status = 2
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:

@@ -78,10 +78,24 @@ def command(body, **options):
     ("raise ValueError('field = 1\\n  is wrong')", 2, "error: field = 1 is wrong\n"),
     ("raise RuntimeError('digest differs')", 2, "error: digest differs\n"),
     ("open('/nowhere/at/all')", 2, "error: [Errno 2] No such file or directory: '/nowhere/at/all'\n"),
+    ("raise OSError(28, 'No space left on device', '/run/log')", 2,
+     "error: [Errno 28] No space left on device: '/run/log'\n"),
+    ("open('a' * 300)", 2, f"error: [Errno 36] File name too long: '{'a' * 300}'\n"),
+    ("bytearray(2**62)", 2, "error: out of memory\n"),
     ("raise KeyboardInterrupt", 130, "interrupted\n")])
 def test_a_callers_fault_is_one_line(body, status, error):
+    """Full disks, names too long and sizes beyond the memory once ended in tracebacks."""
     done = command(body)
     assert (done.returncode, done.stderr) == (status, error)
+
+
+def test_a_closed_stdout_is_no_fault():
+    """`command >&-`: Python then has no sys.stdout at all, and flushing it was an AttributeError."""
+    code = ("import sys\nfrom models.cli import run_cli\n"
+            "def main():\n    print('unseen')\n    return 0\nrun_cli(main)")
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code], cwd=ROOT,
+                          text=True, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_fault_of_our_own_keeps_its_traceback():
