@@ -82,3 +82,4 @@ def test_rows_at_different_loops_stand_in_one_call():
     assert state.leaving(low[:1], [2], [1]) == [False]
     assert state.leaving(low[:2], [2, 0], [2, 1]) == [False, False]
     assert state.leaving(low, [2, 0, 1], [3, 2, 1]) == [True, False, True]
+    assert state.leaving(low[:1], [0], [3]) == [True]
