@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from learner_cases import ADVANTAGES, make_batches, make_config, make_learner, make_log
+from tiny_models import tiny_model
 
 from rollout.log import ScheduleLog
 from train.dense import dense_logprobs
@@ -97,6 +98,14 @@ def test_reference_equal_to_the_policy_has_a_penalty_of_exactly_zero():
     assert first["loss/kl"] == 0.0
     second = learner.step(make_batches(learner, step=2), 2)
     assert second["loss/kl"] > 0
+
+
+def test_groups_of_equal_rewards_still_receive_the_gradient_of_the_penalty():
+    """A documented choice: only the policy term of a zero-variance group is zero."""
+    learner = make_learner(make_config(kl_coefficient=0.1, reference="other"))
+    learner.reference = tiny_model(dtype=torch.float32, seed=1)
+    metrics = learner.step(make_batches(learner, advantages=(0.0,) * 4), 1)
+    assert metrics["loss/kl"] > 0 and metrics["update/gradient_norm"] > 0
 
 
 def test_zero_advantages_move_nothing_even_after_a_step_with_momentum():
