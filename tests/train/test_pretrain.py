@@ -140,7 +140,7 @@ def test_same_options_give_the_same_bits_and_a_loadable_folder(tmp_path, capsys,
 
 def test_a_folder_in_use_and_an_impossible_share_are_refused(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not empty"):
+    with pytest.raises(ValueError, match=r"--out .* not empty"):
         pretrain.main(["--out", str(tmp_path), *SMALL])
     with pytest.raises(ValueError, match=r"noise_share = 1\.5"):
         PretrainOptions(noise_share=1.5)
