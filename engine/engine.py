@@ -103,6 +103,13 @@ class Engine:
         done = tuple(run.completions[number] for number in range(len(requests)))
         return Rollout(done, tuple(run.events), self.header(sampling), run.scheduler.peak_catch_up)
 
+    def check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """What `generate` would refuse, without generating. ValueError as there."""
+        _check(requests, sampling, self.model)
+        scheduler = Scheduler(self.schedule, self.capacity, sampling.seed)
+        for number, request in enumerate(requests):
+            scheduler.add(number, request.uid, len(request.prompt), request.max_new_tokens)
+
     def header(self, sampling: Sampling) -> dict:
         """What decides the bits of a run, as plain values."""
         model = self.model

@@ -44,6 +44,7 @@ class RunMetrics:
     """
 
     def __init__(self, folder: str | Path, config: TrainConfig, resume_step: int = 0):
+        check_trackers(config)
         self.folder, self.config = Path(folder), config
         for name in (METRICS, SAMPLES):
             rewind(self.folder / name, resume_step)
@@ -121,21 +122,30 @@ def rewind(file: Path, step: int) -> None:
     partial.rename(file)
 
 
-def start_trackers(config: TrainConfig, folder: Path, resume_step: int) -> list:
-    """The trackers that `run.trackers` names. ValueError for an unknown or absent one."""
+def check_trackers(config: TrainConfig) -> None:
+    """ValueError for a tracker in `run.trackers` that is unknown or absent; nothing is started."""
     if not config.run.trackers:
-        return []
-    from accelerate import PartialState
+        return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
 
-    PartialState(cpu=config.model.device == "cpu")  # trackers ask it which process writes
-    started = []
     for name in config.run.trackers:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise ValueError(f"run.trackers: {name!r} is unknown; accelerate knows "
                              f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
-        if not filter_trackers([name], logging_dir=str(folder)):
+        if not filter_trackers([name], logging_dir=config.run.dir):
             raise ValueError(f"run.trackers: the package of {name!r} is not installed")
+
+
+def start_trackers(config: TrainConfig, folder: Path, resume_step: int) -> list:
+    """The trackers that `run.trackers` names, which `check_trackers` has passed."""
+    if not config.run.trackers:
+        return []
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState(cpu=config.model.device == "cpu")  # trackers ask it which process writes
+    started = []
+    for name in config.run.trackers:
         kind = LOGGER_TYPE_TO_CLASS[name]
         if name == "tensorboard":
             tracker = kind("tensorboard", folder, purge_step=resume_step + 1 if resume_step else 0)

@@ -6,10 +6,12 @@ The only module that may import and build all parts.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.engine import Engine
+from engine.engine import Engine, Request
 from engine.sampler import Sampling
 from models.checkpoint import load_model
 from models.cli import run_cli
@@ -24,11 +26,14 @@ from train.config_file import load, to_toml
 from train.evaluation import Evaluation, evaluate
 from train.learner import Learner
 from train.masters import Masters
-from train.metrics import RunMetrics
+from train.metrics import RunMetrics, check_trackers
 from train.prompts import PromptStream
 from train.rollouts import LoggedRollouts, SampledRollouts
 from train.run_state import RunState
 from train.trainer import StopSignal, Trainer
+
+
+LOCK = ".lock"  # in the run folder; empty, held while a run is going
 
 
 def build(config: TrainConfig) -> Trainer:
@@ -37,6 +42,7 @@ def build(config: TrainConfig) -> Trainer:
     Errors: ValueError naming the setting that is at fault, before anything is written.
     """
     folder = Path(config.run.dir)
+    check_trackers(config)
     resumed = find_checkpoint(config)
     device = configure(threads=config.run.threads, device=config.model.device)
     masters = Masters(load_model(config.model.path, device=device).weights)
@@ -46,14 +52,15 @@ def build(config: TrainConfig) -> Trainer:
     learner.publish()
     if config.run.from_logs is None:
         rollouts, stream, evaluator = build_rollouts(config, model)
+        check_fit(rollouts, stream, config.rollout.max_new_tokens)
         digest = stream.digest
     else:
         rollouts = LoggedRollouts(config.run.from_logs, config.run.steps, config.rollout.cohorts)
         evaluator, digest = None, f"logs {config.run.from_logs}"
     state = RunState(config, digest, model.digest())
+    hold(folder, fresh=config.run.resume == "never")
     if resumed is not None:
         state.load(resumed, learner)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     metrics = RunMetrics(folder, config, resume_step=state.step)
     return Trainer(config, learner, rollouts, state, metrics, StopSignal(), evaluator)
@@ -62,6 +69,8 @@ def build(config: TrainConfig) -> Trainer:
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint to resume from. ValueError when the folder is in use and resume is never."""
     folder, resume = Path(config.run.dir), config.run.resume
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run.dir = {str(folder)!r} is not a folder: name another")
     if resume not in ("auto", "never"):
         return Path(resume)
     if resume == "auto":
@@ -69,10 +78,36 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         if found is None:
             say(f"no checkpoint in {folder / 'checkpoints'}: starting from the beginning")
         return found
-    if folder.exists() and any(folder.iterdir()):
+    refuse_used(folder)
+    return None
+
+
+def refuse_used(folder: Path) -> None:
+    """ValueError where a run folder holds anything but its lock."""
+    if folder.exists() and any(entry.name != LOCK for entry in folder.iterdir()):
         raise ValueError(f"run.dir = {str(folder)!r} is not empty: name a new folder, or continue with "
                          "run.resume=auto")
-    return None
+
+
+def hold(folder: Path, *, fresh: bool) -> None:
+    """Make the run folder and keep other processes out of it for as long as this one lives.
+
+    Two runs in one folder would mix their metrics and delete each other's checkpoints. The lock is
+    the process's and ends with it, however that ends. fresh: nothing may have been written since
+    the folder was first looked at. Errors: ValueError where another process holds the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # left open: closing it would unlock
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(lock)
+        raise ValueError(f"run.dir = {str(folder)!r} is in use by a run that is still going: wait for it, "
+                         "or name another folder") from None
+    except OSError as error:  # a file system without locks
+        say(f"{folder} cannot be locked ({error.strerror}): start no second run in it")
+    if fresh:
+        refuse_used(folder)
 
 
 def load_reference(config: TrainConfig, device) -> LoopedLM | None:
@@ -98,6 +133,7 @@ def build_rollouts(config: TrainConfig, model: LoopedLM):
     if not config.run.eval_every:
         return rollouts, stream, None
     held_out = prompt_stream(config, task, tokenizer, data.eval_split)
+    check_fit(rollouts, held_out, options.max_new_tokens)
 
     def run_evaluation() -> Evaluation:
         return evaluate(engine, held_out, sampling, task.reward, tokenizer.decode,
@@ -105,6 +141,19 @@ def build_rollouts(config: TrainConfig, model: LoopedLM):
                         limit=config.run.eval_limit)
 
     return rollouts, stream, run_evaluation
+
+
+def check_fit(rollouts: SampledRollouts, stream: PromptStream, max_new_tokens: int) -> None:
+    """ValueError when a prompt's samples could never fit the model or the engine, naming the longest.
+
+    The engine would refuse it too, but only at the step that takes this prompt.
+    """
+    example, ids = max(stream.prompts, key=lambda prompt: len(prompt[1]))
+    try:
+        rollouts.engine.check([Request(ids, max_new_tokens, uid=0)], rollouts.sampling)
+    except ValueError as error:
+        raise ValueError(f"{stream.name}: the longest prompt (example {example.id!r}) with "
+                         f"rollout.max_new_tokens = {max_new_tokens}: {error}") from None
 
 
 def say(text: str) -> None:
@@ -139,7 +188,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides.append(f"run.from_logs={arguments.from_logs}")
     if arguments.rollout_only:
         overrides.append("run.rollout_only=true")
-    build(load(arguments.config, overrides)).run()
+    config = load(arguments.config, overrides)
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ValueError(f"WORLD_SIZE = {processes}: training in several processes is not supported yet; start "
+                         "one, without torchrun")
+    build(config).run()
     return 0
 
 

@@ -239,3 +239,59 @@ def test_real_problems_from_file_to_checkpoint_with_a_plug_in_reward(tmp_path):
         assert row["reward/zero_variance"] <= 0.5 and row["update/gradient_norm"] > 0
     found = load_model(tmp_path / "run/checkpoints/step-000002/model").digest()
     assert found != load_model(tmp_path / "model").digest()
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"rollout.max_new_tokens": 1020}, "longest prompt.*rollout.max_new_tokens = 1020.*max_positions = 1024"),
+    ({"rollout.capacity.pages": 2}, "need 3 pages .* the engine has 2"),
+    ({"run.trackers": '["papyrus"]'}, "papyrus"),
+])
+def test_what_can_never_work_is_refused_before_anything_is_written(change, named, tmp_path):
+    """A prompt too long for the capacity stopped the run at whatever step took it; and the files of a
+    refused start made the mended one be refused as well, for its folder was not empty."""
+    with pytest.raises(ValueError, match=named):
+        main(overrides(tmp_path, **change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_longest_prompt_counts_wherever_it_stands(tmp_path):
+    settings = overrides(tmp_path, **{"run.steps": 1})
+    with open(tmp_path / "data.jsonl", "a") as file:
+        file.write(json.dumps({"prompt": "s" * 500, "answer": ""}) + "\n")
+    with pytest.raises(ValueError, match="example '10'.*500 prompt"):
+        main([*settings, "rollout.capacity.pages=20"])
+
+
+def test_the_exact_capacity_is_enough(tmp_path):
+    """6 prompt bytes and 6 new tokens, of which the last is never run: one page at each of 3 loops."""
+    assert main(overrides(tmp_path, **{"rollout.capacity.pages": 3, "run.steps": 1})) == 0
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    """Two runs mixed their rows in one metrics.jsonl and deleted each other's half-written checkpoints."""
+    changes = {"run.steps": 100_000, "run.save_every": 0}
+    process = start(tmp_path, **changes)
+    wait_for_row(tmp_path / "run", process)
+    before = sorted((tmp_path / "run").iterdir())
+    try:
+        with pytest.raises(ValueError, match="run.dir.*in use"):
+            main(overrides(tmp_path, **changes, **{"run.resume": "auto"}))
+        assert sorted((tmp_path / "run").iterdir()) == before
+    finally:
+        process.kill()
+        process.communicate()
+    assert main(overrides(tmp_path, **{"run.steps": 1, "run.resume": "auto"})) == 0
+
+
+def test_a_run_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="run.dir = .*file' is not a folder"):
+        main(overrides(tmp_path, **{"run.dir": tmp_path / "file"}))
+
+
+def test_a_process_of_several_is_refused(tmp_path, monkeypatch):
+    """Started by torchrun itself, each process trained the whole run in the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE = 2.*several processes is not supported yet"):
+        main(overrides(tmp_path))
+    assert not (tmp_path / "run").exists()
