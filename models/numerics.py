@@ -13,6 +13,9 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+# Beyond any machine; numbers far above it end in torch with a crash and no message.
+MAX_THREADS = 1024
+
 # Environment settings that change the bits of CPU or CUDA kernels when set.
 BIT_SETTINGS = ("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
                 "MKL_ENABLE_INSTRUCTIONS", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
@@ -44,8 +47,8 @@ def configure(*, threads: int = 1, device: str = "cpu") -> torch.device:
     One thread a process is the default: with two, rows of one matrix product differ by
     their index on some CPUs. Errors: ValueError for an unknown or absent device.
     """
-    if threads < 1:
-        raise ValueError(f"threads = {threads} must be at least 1")
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads = {threads} must be at least 1 and at most {MAX_THREADS}")
     torch.set_num_threads(threads)
     kind = device.split(":")[0]
     if kind not in ("cpu", "cuda"):

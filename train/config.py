@@ -32,6 +32,8 @@ def _require_least(section: Any, prefix: str, least: int, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         _require(value is None or value >= least, f"{prefix}.{name}", value, f"must be at least {least}")
+        good = not isinstance(value, int) or value < 2**63  # torch's sizes are 64-bit
+        _require(good, f"{prefix}.{name}", value, "must be below 2^63")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ def test_configure_sets_the_thread_count():
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"threads": 0}, "threads = 0 must be at least 1"), ({"device": "tpu"}, "device = 'tpu' is not supported")])
+    ({"threads": 0}, "threads = 0 must be at least 1"),
+    ({"threads": 100_000}, "threads = 100000 must be .* at most 1024"),  # was a segmentation fault
+    ({"threads": 10**11}, "threads = 100000000000"), ({"device": "tpu"}, "device = 'tpu' is not supported")])
 def test_configure_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         configure(**options)

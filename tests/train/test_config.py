@@ -69,6 +69,7 @@ def test_defaults_with_model_and_task_are_a_configuration():
         (RunOptions, "seed", 2**64, "2^64"),
         (RunOptions, "save_every", -1, "at least 0"),
         (RunOptions, "threads", 0, "at least 1"),
+        (LearnerOptions, "logprob_chunk", 2**63, "below 2^63"),  # failed in the first update, without a name
         (RunOptions, "dir", "", "folder"),
         (RunOptions, "resume", "", "auto"),
     ],
