@@ -30,7 +30,7 @@ from models.tokenizer import Tokenizer, load_tokenizer, stop_ids
 from rollout.collect import LOG_FILE, SAMPLES_FILE
 from rollout.log import from_rollout, write_log
 from rollout.prompts import Prompt, prompts_of_file, prompts_of_texts, prompts_of_tokens, requests_of
-from rollout.samples import print_rows, sample_rows, write_rows
+from rollout.samples import check_outputs, print_rows, sample_rows, write_rows
 from rollout.statistics import statistics
 
 # Of generation_config.json: what changes no sampled token.
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; see the module's text. Whatever can be refused is, before weights are read."""
     options = _parser().parse_args(argv)
     device = configure(threads=options.threads, device=options.device)
-    _check_outputs(options)
+    _check_counts(options)
+    check_outputs(options.out, options.log_dir)
     config = read_config(options.model)
     schedule = parse_schedule(options.schedule, config.loops)
     tokenizer = _tokenizer(options)
@@ -131,11 +132,7 @@ def report(options: argparse.Namespace, rollout: Rollout, rows: Sequence[dict]) 
           f"dense's {found.dense_cells} cells", file=sys.stderr)
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
-    if options.out is not None and (not Path(options.out).absolute().parent.is_dir() or Path(options.out).is_dir()):
-        raise ValueError(f"--out {options.out}: its folder does not exist, or it is a folder itself")
-    if options.log_dir is not None and Path(options.log_dir).exists() and not Path(options.log_dir).is_dir():
-        raise ValueError(f"--log-dir {options.log_dir} is not a folder")
+def _check_counts(options: argparse.Namespace) -> None:
     if options.samples < 1 or options.max_new_tokens < 1:
         raise ValueError(f"--samples {options.samples}, --max-new-tokens {options.max_new_tokens}: each must "
                          "be at least 1")

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from engine.engine import Completion
 from engine.stopping import shown_text
@@ -34,17 +35,37 @@ def sample_rows(prompts: Sequence[Prompt], completions: Sequence[Completion], to
     return rows
 
 
+def check_outputs(out: str | None, log_dir: str | None) -> None:
+    """ValueError where --out or --log-dir could not be written, before the work is done."""
+    if out is not None and (not Path(out).absolute().parent.is_dir() or Path(out).is_dir()):
+        raise ValueError(f"--out {out}: its folder does not exist, or it is a folder itself")
+    if log_dir is not None and Path(log_dir).exists() and not Path(log_dir).is_dir():
+        raise ValueError(f"--log-dir {log_dir} is not a folder")
+
+
 def write_rows(rows: Sequence[dict], path: str | Path) -> None:
-    """Write JSON lines to a temporary name, then rename; the folder is made where it is missing."""
+    """Write JSON lines to a temporary name, then rename; the folder is made where it is missing.
+
+    What is there already and no regular file (/dev/null, a pipe) is written to and never replaced.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+            _write_lines(rows, file)
+        return
+    path = path.resolve()  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    # A lone surrogate, which UTF-8 cannot carry, becomes its JSON escape.
     with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        _write_lines(rows, file)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+
+
+def _write_lines(rows: Sequence[dict], file: TextIO) -> None:
+    # A lone surrogate, which UTF-8 cannot carry, becomes its JSON escape: see the errors= above.
+    file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def print_rows(rows: Sequence[dict]) -> None:

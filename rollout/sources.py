@@ -43,7 +43,7 @@ def read_jsonl(file: str | Path) -> list[Row]:
         where = f"{file} line {number}"
         try:
             row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
-        except ValueError as error:  # bad UTF-8, bad JSON, or one of the two hooks
+        except (ValueError, RecursionError) as error:  # bad UTF-8, bad or too deep JSON, or one of the two hooks
             raise ValueError(f"{where}: not a JSON object: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")

@@ -21,7 +21,7 @@ from models.numerics import configure
 from rollout.collect import LOG_FILE
 from rollout.generate import choose_capacity
 from rollout.log import write_log
-from rollout.samples import write_rows
+from rollout.samples import check_outputs, write_rows
 from train.config_file import load
 from train.evaluation import evaluate, evaluation_requests
 from train.run import build_rollouts
@@ -30,6 +30,7 @@ from train.run import build_rollouts
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print."""
     arguments = parse(argv)
+    check_outputs(arguments.out, arguments.log_dir)
     config = load(None, settings(arguments))
     device = configure(threads=config.run.threads, device=config.model.device)
     model = load_model(config.model.path, dtype=config.model.dtype, device=device,

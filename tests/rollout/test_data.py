@@ -54,6 +54,7 @@ def test_a_folder_is_read_by_split(tmp_path):
 @pytest.mark.parametrize(("line", "complaint"), [
     ("{", "line 2: not a JSON object"),
     ('{"prompt": "a"} {"prompt": "b"}', "line 2: not a JSON object"),
+    pytest.param("[" * 100_000, "line 2: not a JSON object: maximum recursion", id="too deep"),
     ("[1]", "line 2: expected a JSON object, found list"),
     ('{"prompt": "a", "answer": NaN}', "line 2: not a JSON object: NaN is not JSON"),
     ('{"prompt": "a", "prompt": "b", "answer": "1"}', "line 2: not a JSON object: key 'prompt' occurs twice"),

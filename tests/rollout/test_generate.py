@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import numpy as np
@@ -101,6 +102,20 @@ def test_temperature_0_is_greedy_with_log_probs_at_temperature_1(plain, capsys):
                       "--temperature", 1, "--samples", 60)
     same = [r["logprobs"][0] for r in sampled if r["token_ids"][0] == rows[0]["token_ids"][0]]
     assert same and np.allclose(same, rows[0]["logprobs"][0], rtol=0, atol=1e-5)
+
+
+def test_out_that_is_no_file_is_written_to_and_stays_what_it_is(tmp_path):
+    """`--out /dev/null` as root put a regular file in the place of the device."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_rows([{"id": "1"}], pipe)
+    assert os.read(reader, 100) == b'{"id": "1"}\n' and pipe.is_fifo()
+    os.close(reader)
+    link.symlink_to("real.jsonl")
+    write_rows([{"id": "2"}], link)
+    assert link.is_symlink() and (tmp_path / "real.jsonl").read_text() == '{"id": "2"}\n'
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_text_goes_in_and_comes_out(folder, capsys):

@@ -79,3 +79,13 @@ def test_refusals_name_the_setting(arguments, message, tmp_path):
     settings = dict(pair.split("=", 1) for pair in overrides(tmp_path))
     with pytest.raises(ValueError, match=message):
         main(["--model", settings["model.path"], *arguments])
+
+
+@pytest.mark.parametrize("option", ["--out", "--log-dir"])
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(option, tmp_path, monkeypatch):
+    """An --out that was a folder was found out after the whole evaluation, whose samples were lost."""
+    monkeypatch.setattr("train.evaluate.load_model", lambda *_, **__: pytest.fail("work began"))
+    (tmp_path / "file").touch()
+    place = tmp_path if option == "--out" else tmp_path / "file"
+    with pytest.raises(ValueError, match=option):
+        main(["--model", str(tmp_path), "--task", "calculator", option, str(place)])
