@@ -1,7 +1,7 @@
 """Running exit distribution of each sequence's newest position, float32.
 
-The recurrence of `models/exits.py`, one loop at a time, by cache slot, with its bits: a
-float32 cumsum adds in float64 and rounds each partial sum.
+The recurrence of `models/exits.py`, one loop at a time, by cache slot, with its bits: partial
+sums in float64, each rounded.
 """
 
 from __future__ import annotations

@@ -22,8 +22,17 @@ def exit_distribution(gate_logits: Tensor, dtype: torch.dtype = torch.float32) -
 
 
 def exit_cdf(pdf: Tensor) -> Tensor:
-    """Cumulative exit probability [N, T] in the dtype of `pdf` [N, T]."""
-    return pdf.cumsum(-1)
+    """Cumulative exit probability [N, T] in the dtype of `pdf` [N, T].
+
+    The bits of torch's `cumsum` on a CPU: partial sums in the next wider dtype, each rounded. Spelt
+    out, because a GPU adds in another order, and refuses to where deterministic kernels are asked for.
+    """
+    total = torch.zeros_like(pdf[:, 0], dtype=torch.float32 if pdf.dtype == torch.bfloat16 else torch.float64)
+    sums = []
+    for share in pdf.unbind(-1):
+        total = total + share
+        sums.append(total.to(pdf.dtype))
+    return torch.stack(sums, -1)
 
 
 def exit_loop(cdf: Tensor, threshold: float, rule: str = "never-early-at-one") -> Tensor:

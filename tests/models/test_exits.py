@@ -57,6 +57,15 @@ def test_hand_worked_distribution():
     assert loops == [1, 1, 2, 2, 3, 3, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("loops", [1, 2, 4, 7])
+def test_the_cdf_has_the_bits_of_cumsum(dtype, loops):
+    """Which a GPU refuses under deterministic kernels: `models.probe --device cuda` failed on it."""
+    gates = 3 * torch.randn(loops, 500, generator=torch.Generator().manual_seed(loops))
+    pdf = exit_distribution(gates, dtype)
+    assert torch.equal(exit_cdf(pdf), pdf.cumsum(-1))
+
+
 def test_a_threshold_that_is_never_reached_means_the_last_loop():
     cdf = torch.tensor([[0.2, 0.4, 0.9375]])
     assert exit_loop(cdf, 0.99).tolist() == [3]
