@@ -90,15 +90,28 @@ class Learner:
         share = len(batches) // options.updates_per_rollout
         parts = [batches[at:at + share] for at in range(0, len(batches), share)]
         report = _Report()
+        self._audit(batches, step, report)
         for _ in range(options.epochs):
             for part in parts:
                 self._update(part, step, report)
         return report.summary()
 
+    def _audit(self, batches: Sequence[Batch], step: int, report: _Report) -> None:
+        """Replay the audited cohorts and compare. All before the first update: after it the weights
+        are no longer those of the rollout, and cohorts of later updates could not be audited."""
+        began = time.perf_counter()
+        digest, always, audited = self.model.digest(), self.config.learner.replay == "always", self.audited(step)
+        for batch in batches:
+            if batch.log.header["weights"] == digest and (always or batch.index in audited):
+                value = replay(self.model, batch.log, same_weights=False)  # the digest has been compared
+                self._compare(batch, step, recorded(batch.log), value)
+                report.audited += len(value.values)
+        report.seconds["replay"] += time.perf_counter() - began
+
     def _update(self, batches: Sequence[Batch], step: int, report: _Report) -> None:
         began = time.perf_counter()
         digest = self.model.digest()
-        prepared = [self._prepare(batch, step, digest, report) for batch in batches]
+        prepared = [self._prepare(batch, digest, report) for batch in batches]
         report.seconds["replay"] += time.perf_counter() - began
         tokens = sum(int(p.chosen.sum()) for p in prepared)
         denominator = self.config.learner.denominator
@@ -113,18 +126,12 @@ class Learner:
         report.updates.append((done.gradient_norm, tokens))
         report.close_update()
 
-    def _prepare(self, batch: Batch, step: int, digest: str, report: _Report) -> _Prepared:
-        log, options = batch.log, self.config.learner
+    def _prepare(self, batch: Batch, digest: str, report: _Report) -> _Prepared:
+        log = batch.log
         check_contract(self.model, log, same_weights=False)
-        old = recorded(log)
-        current = log.header["weights"] == digest
-        audited = options.replay == "always" or batch.index in self.audited(step)
-        value = old
-        if not current or audited:
-            value = replay(self.model, log, same_weights=current)
-        if current and audited:
-            report.audited += len(value.values)
-            self._compare(batch, step, old, value)
+        old = value = recorded(log)
+        if log.header["weights"] != digest:
+            value = replay(self.model, log, same_weights=False)
         reference = None
         if self.reference is not None:
             reference = replay(self.reference, log, same_weights=False).values
@@ -165,6 +172,7 @@ class Learner:
         size, total = self.config.learner.micro_batch_sequences, len(prepared.batch.log.completions)
         for start in range(0, total, size):
             self._micro_batch(prepared, start, min(start + size, total), denominator, report)
+        self.masters.collect_into(None)  # or the leaves would keep it, a copy of the weights, until the next step
         return gradient
 
     def _micro_batch(self, prepared: _Prepared, start: int, stop: int, denominator: float,

@@ -54,10 +54,11 @@ class Masters:
         """Every weight in float32: views of `flat`, and the frozen ones."""
         return {**self.layout.views(self.flat), **self.frozen}
 
-    def collect_into(self, gradient: Tensor) -> None:
-        """Let backward passes add into `gradient`, float32 [size], from now on."""
-        for name, view in self.layout.views(gradient).items():
-            self._leaves[name].grad = view
+    def collect_into(self, gradient: Tensor | None) -> None:
+        """Let backward passes add into `gradient`, float32 [size], from now on; None lets go of the last."""
+        views = {} if gradient is None else self.layout.views(gradient)
+        for name, leaf in self._leaves.items():
+            leaf.grad = views.get(name)
 
     def differentiable(self, model: LoopedLM) -> dict[str, Tensor]:
         """The compute copy of `model` with a graph to the masters; call it once per loop.

@@ -146,6 +146,25 @@ def test_a_changed_bit_stops_the_run_and_is_named():
     assert learner.model.version == 0
 
 
+def test_cohorts_of_later_updates_are_audited_too():
+    """They were replayed under newer weights only, so a wrong recorded value of theirs went unnoticed."""
+    learner = make_learner(make_config(cohorts=4, replay="always", updates_per_rollout=2))
+    batches = make_batches(learner)
+    assert learner.step(batches, 1)["replay/audited_tokens"] == 4 * 36
+    learner = make_learner(make_config(cohorts=4, replay="always", updates_per_rollout=2))
+    batches[3] = replace(batches[3], log=with_logprob(batches[3].log, 0, 0, -1.0))
+    with pytest.raises(RuntimeError, match="cohort 3.*1 of 36"):
+        learner.step(batches, 1)
+    assert learner.model.version == 0
+
+
+def test_no_gradient_is_kept_between_steps():
+    """The leaves held the last one, as large as the masters, during the next rollout."""
+    learner = make_learner(make_config())
+    learner.step(make_batches(learner), 1)
+    assert all(leaf.grad is None for leaf in learner.masters._leaves.values())
+
+
 def test_audited_cohorts_are_keyed_by_seed_and_step():
     learner = make_learner(make_config(cohorts=8, audit_cohorts=2, audit_every=3))
     chosen = [learner.audited(step) for step in range(1, 200)]
