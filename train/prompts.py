@@ -6,6 +6,7 @@ of epoch i div n. Knows no engine and no reward.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,16 +20,24 @@ class PromptStream:
     """An endless stream of prompts, reshuffled each epoch.
 
     Attributes:
-        name: of the data set, part of every uid. digest: of the data set.
+        name: of the data set, part of every uid. data_digest: of the data set.
         prompts: (example, token ids), those that fit. skipped: too long ones left out.
         seed: `data_seed`.
     """
 
     name: str
-    digest: str
+    data_digest: str
     prompts: tuple[tuple[Example, tuple[int, ...]], ...]
     skipped: int
     seed: int
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of the data set and of the token ids, which follow from tokenizer and chat template too."""
+        total = hashlib.sha256(self.data_digest.encode())
+        for _, ids in self.prompts:
+            total.update(f"{ids}\n".encode())
+        return total.hexdigest()
 
     def step(self, step: int, count: int) -> list[Prompt]:
         """The `count` prompts of training step `step` (1, 2, ...), groups numbered from 0."""

@@ -6,6 +6,7 @@ The recorded log-probs are never read here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,13 +49,13 @@ def starts(log: ScheduleLog) -> tuple[int, ...]:
     return tuple(found)
 
 
-def check_process(device: torch.device, log: ScheduleLog) -> None:
-    """RuntimeError naming the first setting or library version that differs from the log's."""
-    logged, here = log.header["fingerprint"], fingerprint(device)
-    names = sorted({*here, *logged}, key=lambda name: (name not in ("device", "threads"), name))
+def check_process(device: torch.device, made_with: Mapping[str, str | int], what: str = "the log") -> None:
+    """RuntimeError naming the first setting or library version that differs from those that `what` was made with."""
+    here = fingerprint(device)
+    names = sorted({*here, *made_with}, key=lambda name: (name not in ("device", "threads"), name))
     for name in names:
-        if here.get(name) != logged.get(name):
-            raise RuntimeError(f"the log was made with {name} = {logged.get(name)!r}, this process has "
+        if here.get(name) != made_with.get(name):
+            raise RuntimeError(f"{what} was made with {name} = {made_with.get(name)!r}, this process has "
                                f"{here.get(name)!r}: bits would differ")
 
 
@@ -72,7 +73,7 @@ def check_contract(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = Tr
         if header[name] != value:
             raise RuntimeError(f"the log was made with {name} = {header[name]!r}, the model has "
                                f"{value!r}")
-    check_process(model.device, log)
+    check_process(model.device, header["fingerprint"])
     digest = model.digest() if same_weights else header["weights"]
     if digest != header["weights"]:
         raise RuntimeError("the log was made by another model: its weights have digest "

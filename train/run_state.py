@@ -8,10 +8,13 @@ from pathlib import Path
 import torch
 
 from models.checkpoint import save_model
+from models.looped import LoopedLM
+from models.numerics import fingerprint
 from train import checkpoint
 from train.config import TrainConfig
 from train.config_file import difference, loads, to_toml
 from train.learner import Learner
+from train.replay import check_process
 
 
 @dataclass
@@ -40,7 +43,8 @@ class RunState:
                    **{f"optimizer.{name}": tensor for name, tensor in learner.optimizer.state().items()}}
         state = {"config": to_toml(self.config), "data": self.data_digest,
                  "initial": self.initial_digest, "weights": learner.model.digest(),
-                 "version": learner.model.version}
+                 "version": learner.model.version, "reference": _digest(learner.reference),
+                 "fingerprint": fingerprint(learner.model.device)}
         return checkpoint.save(
             self.folder, self.step, tensors, state,
             lambda path: save_model(learner.model, path, source=self.config.model.path),
@@ -48,15 +52,17 @@ class RunState:
 
     def load(self, path: Path, learner: Learner) -> None:
         """Continue from a checkpoint. Errors: ValueError naming a setting that changed,
-        RuntimeError when data, initial weights or the restored weights are not the same."""
+        RuntimeError when data, weights or what decides bits in the process are not the same."""
         saved = checkpoint.load(path)
         tensors, state = saved.tensors, saved.state
         changed = difference(loads(state["config"]), self.config)
         if changed:
             raise ValueError(f"resume from {path}: {changed[0]}")
-        for name, own in (("data", self.data_digest), ("initial", self.initial_digest)):
+        check_process(learner.model.device, state["fingerprint"], f"the checkpoint {path}")
+        for name, own, what in (("data", self.data_digest, "the prompts"),
+                                ("initial", self.initial_digest, "the model folder's weights"),
+                                ("reference", _digest(learner.reference), "the reference model's weights")):
             if state[name] != own:
-                what = "the prompts" if name == "data" else "the model folder's weights"
                 raise RuntimeError(f"resume from {path}: {what} have changed since the run began")
         with torch.no_grad():
             learner.masters.flat.copy_(tensors["master"])
@@ -69,3 +75,7 @@ class RunState:
             raise RuntimeError(f"resume from {path}: the restored weights are not those that were saved")
         self.step = saved.step
         checkpoint.rewind(self.folder, self.step)
+
+
+def _digest(model: LoopedLM | None) -> str | None:
+    return None if model is None else model.digest()

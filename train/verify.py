@@ -179,7 +179,7 @@ def verify_log(path: Path, models: ModelFinder) -> Verdict:
         log = read_checked(path)
         if not log.completions:
             raise RuntimeError(f"log {path}: it holds no sequences")
-        check_process(models.device, log)
+        check_process(models.device, log.header["fingerprint"])
         model = models.find(log)
         # The finder has compared the weights; hashing them again for every log would be waste.
         found, wanted = replay(model, log, same_weights=False, redraw=True), recorded(log)
