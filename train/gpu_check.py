@@ -121,7 +121,7 @@ def bench(device: torch.device) -> dict:
         requests = make_requests(model, 16, 32)
         rates: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
         passes = {}
-        for turn in range(6):
+        for turn in range(TURNS + 1):
             for schedule in SCHEDULES:
                 began = time.perf_counter()
                 rollout = Engine(model, schedule).generate(requests, Sampling(seed=turn))
