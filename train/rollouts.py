@@ -61,5 +61,10 @@ class LoggedRollouts:
                                  f"rollout.cohorts = {found}")
 
     def cohort(self, step: int, index: int, on_finish=None) -> Cohort:
-        """Read cohort `index` of training step `step`."""
-        return read_cohort(self.steps[step - 1] / f"cohort-{index:03d}")
+        """Read cohort `index` of training step `step`. ValueError for one that was not sampled."""
+        folder = self.steps[step - 1] / f"cohort-{index:03d}"
+        cohort = read_cohort(folder)
+        if cohort.log.header["greedy"]:
+            raise ValueError(f"{folder}: its tokens are the most likely ones, not samples of the policy: train from "
+                             "logs of a temperature above 0")
+        return cohort
