@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     before = evaluations(config, model, arguments.problems)
     say(f"training {config.run.steps} steps under {config.rollout.schedule}:")
     trainer.run()
+    if trainer.stop.received is not None:  # saved and said so; who asked to stop does not wait for figures
+        return 0
     say("after training:")
     after = evaluations(config, model, arguments.problems)
     bits = check_bits(trainer, after)

@@ -1,6 +1,8 @@
 """The demo from end to end, shortened: two steps, few problems, everything it leaves behind."""
 
 import json
+import os
+import signal
 
 from train import demo
 
@@ -30,3 +32,18 @@ def test_a_second_demo_takes_the_next_free_folder(tmp_path):
     assert demo.next_free(tmp_path / "demo") == tmp_path / "demo"
     (tmp_path / "demo/file").touch()
     assert demo.next_free(tmp_path / "demo") == tmp_path / "demo-2"
+
+
+def test_a_signal_ends_the_demo_after_the_step(tmp_path, monkeypatch):
+    """It saved and stopped training, and then evaluated for another minute."""
+    asked = []
+
+    def evaluations(*arguments):
+        asked.append(arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr(demo, "evaluations", evaluations)
+    assert demo.main(["--dir", str(tmp_path / "demo"), "rollout.prompts_per_step=2"]) == 0
+    assert len(asked) == 1
+    assert (tmp_path / "demo/checkpoints/step-000001").is_dir()
