@@ -32,7 +32,6 @@ from train.rollouts import LoggedRollouts, SampledRollouts
 from train.run_state import RunState
 from train.trainer import StopSignal, Trainer
 
-
 LOCK = ".lock"  # in the run folder; empty, held while a run is going
 
 

@@ -58,5 +58,5 @@ def test_other_weights_are_refused(resume, tmp_path, folder, named):
 def test_another_library_version_is_refused(resume, monkeypatch):
     """A resume under another torch gave other bits than the uninterrupted run, without a word."""
     monkeypatch.setattr("train.replay.fingerprint", lambda device: run_state.fingerprint(device) | {"torch": "9.9"})
-    with pytest.raises(RuntimeError, match="checkpoint .*step-000001 was made with torch = .*has '9.9'"):
+    with pytest.raises(RuntimeError, match=r"checkpoint .*step-000001 was made with torch = .*has '9.9'"):
         resume()
