@@ -7,6 +7,7 @@ the same wherever it runs. Knows no learner; advantages are handed in for the sa
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -122,12 +123,13 @@ def read_cohort(folder: str | Path) -> Cohort:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
         raise ValueError(f"{file} is missing: rewards are read from it") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8
         raise RuntimeError(f"{file} is damaged: {error}") from None
     if len(rows) != len(log.completions):
         raise RuntimeError(f"{file} has {len(rows)} samples, the log has {len(log.completions)}")
     for number, (row, completion) in enumerate(zip(rows, log.completions, strict=True)):
         request = completion.request
+        _check_row(row, f"{file}: line {number + 1}")
         named = (row.get("sequence"), row.get("example"), row.get("sample"))
         if named != (number, request.example, request.sample):
             raise RuntimeError(f"{file}: line {number + 1} is of sequence, example, sample {named}, "
@@ -135,3 +137,20 @@ def read_cohort(folder: str | Path) -> Cohort:
     return Cohort(log, tuple(row["text"] for row in rows),
                   tuple(Score(row["reward"], row["parts"]) for row in rows),
                   tuple(row["answer"] for row in rows))
+
+
+def _check_row(row: object, where: str) -> None:
+    """RuntimeError unless a sample read from a file has everything that training takes from it."""
+    if not isinstance(row, dict):
+        raise RuntimeError(f"{where} is no JSON object")
+    absent = [name for name in ("text", "answer", "reward", "parts") if name not in row]
+    if absent:
+        raise RuntimeError(f"{where} has no {absent[0]!r}")
+    if not (row["reward"] is None or _finite(row["reward"])):
+        raise RuntimeError(f"{where}: reward = {row['reward']!r} must be a finite number, or null if unscored")
+    if not isinstance(row["parts"], dict) or not all(map(_finite, row["parts"].values())):
+        raise RuntimeError(f"{where}: parts = {row['parts']!r} must be an object of finite numbers")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
