@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import overrides
 
-from models.checkpoint import load_model
+from models.checkpoint import load_model, save_model
 from rollout.data import load_data
 from train import checkpoint
 from train.run import main
@@ -110,16 +110,20 @@ def test_a_changed_setting_is_refused_at_resume_by_name(straight, change, named)
         main(overrides(straight, **change, **{"run.resume": "auto", "run.steps": 5}))
 
 
-def test_changed_prompts_are_refused_at_resume(straight, tmp_path):
-    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "data.jsonl"
-    file.write_text(file.read_text().replace("say 3", "cry 3"))
-    arguments = [a.replace(str(straight), str(tmp_path)) for a in overrides(straight)]
-    config = tmp_path / "run/config.toml"
-    for name in ("config.toml",):
-        (tmp_path / "run" / name).write_text(config.read_text().replace(str(straight), str(tmp_path)))
-    with pytest.raises((ValueError, RuntimeError), match="prompts have changed|data.path|model.path"):
-        main([*arguments, "run.resume=auto", "run.steps=5"])
+@pytest.mark.parametrize("changed, named", [("data.jsonl", "the prompts have changed"),
+                                            ("model", "the model folder's weights have changed")])
+def test_changed_inputs_are_refused_at_resume(changed, named, tmp_path):
+    settings = overrides(tmp_path, **{"run.resume": "auto"})
+    assert main([*settings, "run.steps=1"]) == 0
+    if changed == "model":
+        shutil.rmtree(tmp_path / "model")
+        save_model(load_model(tmp_path / "run/checkpoints/step-000001/model"), tmp_path / "model",
+                   source=tmp_path / "run/checkpoints/step-000001/model")
+    else:
+        file = tmp_path / changed
+        file.write_text(file.read_text().replace("say 3", "cry 3"))
+    with pytest.raises(RuntimeError, match=named):
+        main([*settings, "run.steps=2"])
 
 
 def test_a_used_folder_is_refused_without_resume(straight):
