@@ -162,9 +162,7 @@ run_train() {
     # One process does without torchrun, whose agent passes SIGTERM and SIGINT on but then dies of a
     # SignalException with status 1, however well the trainer saved, and kills a trainer that needs
     # more than 30 s for it. Here the trainer is this process: it gets the signals and its status is
-    # ours. Port 0 lets it take a free port: two runs never collide.
-    export RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1
-    export MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-0}
+    # ours. Nor does it get torchrun's variables: at a LOCAL_RANK accelerate opens a process group.
     exec "$python" -m train.run "$@"
 }
 

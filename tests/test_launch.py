@@ -93,8 +93,8 @@ def test_tests_of_the_checkout_run_from_any_folder(checkout, brought):
 def test_one_training_process_needs_no_torchrun(checkout, brought):
     report = checkout.report("train", "--config", "a b.toml", PYTHON=brought)
     assert report["argv"] == ["-m", "train.run", "--config", "a b.toml"]
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    assert [report["env"][name] for name in names] == ["0", "0", "1", "1", "127.0.0.1", "0"]
+    # With LOCAL_RANK=0 the trackers opened a gloo group (NCCL with a GPU) and its port for one process.
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(report["env"])
 
 
 @pytest.mark.parametrize("asked", [{"NPROC_PER_NODE": "2"}, {"NNODES": "2"}, {"NPROC_PER_NODE": "gpu"}])
