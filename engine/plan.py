@@ -57,6 +57,9 @@ class Finish(NamedTuple):
 Event = Admit | Pass | Finish
 
 
+MOST_ROWS = 65535  # rows of a pass are logged in 16 bits
+
+
 @dataclass(frozen=True)
 class Capacity:
     """Sizes of one engine; configuration, never measured, because they decide shapes.
@@ -83,6 +86,9 @@ class Capacity:
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"capacity: {name} = {value!r} must be a positive integer")
+        if self.max_rows > MOST_ROWS:
+            raise ValueError(f"capacity: max_rows = {self.max_rows} is above {MOST_ROWS}, the most that a "
+                             "schedule log counts in one pass")
         if self.max_rows < self.max_sequences:
             raise ValueError(f"capacity: max_rows = {self.max_rows} is below max_sequences = "
                              f"{self.max_sequences}; every sequence needs a row in each pass")

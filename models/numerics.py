@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,11 @@ BIT_SETTINGS = ("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_M
                 "MKL_ENABLE_INSTRUCTIONS", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
                 "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
                 "TORCH_BLAS_PREFER_CUBLASLT", "DISABLE_ADDMM_CUDA_LT")
+
+
+# CPU features that choose other kernels, hence other bits, within one torch capability.
+KERNEL_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8",
+                "avx_vnni", "avx_ne_convert", "asimd", "bf16", "sve", "sve2")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -80,9 +86,21 @@ def fingerprint(device: torch.device) -> dict[str, str | int]:
     else:
         libraries = torch.__config__.show()
         found |= {"machine": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability(),
+                  "cpu": _cpu(),
                   "mkl": _version_in(libraries, "Math Kernel Library Version"),
                   "onednn": _version_in(libraries, "MKL-DNN v")}
     return found
+
+
+def _cpu() -> str:
+    """Vendor and instruction sets by which MKL and oneDNN choose kernels; "" where unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    return " ".join([fields.get("vendor_id", ""), *(flag for flag in KERNEL_FLAGS if flag in flags)]).strip()
 
 
 def _version_in(text: str, label: str) -> str:

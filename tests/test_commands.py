@@ -62,3 +62,12 @@ def test_a_mistake_is_one_line_and_status_2(elsewhere, arguments, message):
     done = launch(elsewhere, *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and message in done.stderr.splitlines()[-1]
+
+
+def test_the_example_of_the_readme_runs_as_it_is_printed():
+    section = (CHECKOUT / "README.md").read_text(encoding="utf-8").split("## In Python")[1].split("\n## ")[0]
+    code = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONSAFEPATH": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "0 log-probs differ"

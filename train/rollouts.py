@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,14 @@ class SampledRollouts:
     reward: Callable
     decode: Callable[[Sequence[int]], str]
 
+    @property
+    def grading(self) -> str:
+        """sha256 over what else decides tokens and rewards: stop ids, stop strings, the reward's file."""
+        source = inspect.getsourcefile(self.reward)
+        code = Path(source).read_bytes() if source else b""
+        named = f"{self.sampling.stop_ids} {self.sampling.stop_strings} {self.reward.__name__}"
+        return hashlib.sha256(named.encode() + code).hexdigest()
+
     def cohort(self, step: int, index: int,
                on_finish: Callable[[Completion], None] | None = None) -> Cohort:
         """Generate and grade cohort `index` of training step `step`."""
@@ -50,6 +60,7 @@ class LoggedRollouts:
     """
 
     def __init__(self, folder: str | Path, steps: int, cohorts: int):
+        self.digest = _digest_of(Path(folder))
         self.steps = sorted(path for path in Path(folder).glob("step-*") if path.is_dir())
         if len(self.steps) < steps:
             raise ValueError(f"run.from_logs = {str(folder)!r} holds {len(self.steps)} step folders, "
@@ -68,3 +79,12 @@ class LoggedRollouts:
             raise ValueError(f"{folder}: its tokens are the most likely ones, not samples of the policy: train from "
                              "logs of a temperature above 0")
         return cohort
+
+
+def _digest_of(folder: Path) -> str:
+    """sha256 over names and contents of every file below a folder."""
+    total = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        contents = hashlib.sha256(file.read_bytes()).hexdigest()
+        total.update(f"{file.relative_to(folder)} {contents}\n".encode())
+    return total.hexdigest()

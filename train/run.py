@@ -1,6 +1,6 @@
 """`python -m train.run`: build everything, then run the loop of `train/trainer.py`.
 
-The only module that may import and build all parts.
+The one place where a run's parts are built; the demo and the evaluation command call it.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def build(config: TrainConfig) -> Trainer:
     masters = Masters(load_model(config.model.path, device=device).weights)
     model = load_model(config.model.path, dtype=config.model.dtype, device=device,
                        profile=config.model.profile)
-    learner = Learner(config, model, masters, load_reference(config, device))
+    learner = Learner(config, model, masters, load_reference(config, device, model))
     learner.publish()
     if config.run.from_logs is None:
         rollouts, stream, evaluator = build_rollouts(config, model)
         check_fit(rollouts, stream, config.rollout.max_new_tokens)
-        digest = stream.digest
+        digest, grading = stream.digest, rollouts.grading
     else:
         rollouts = LoggedRollouts(config.run.from_logs, config.run.steps, config.rollout.cohorts)
-        evaluator, digest = None, f"logs {config.run.from_logs}"
-    state = RunState(config, digest, model.digest())
+        evaluator, digest, grading = None, rollouts.digest, ""
+    state = RunState(config, digest, grading, model.digest())
     hold(folder, fresh=config.run.resume == "never")
     if resumed is not None:
         state.load(resumed, learner)
@@ -109,13 +109,22 @@ def hold(folder: Path, *, fresh: bool) -> None:
         refuse_used(folder)
 
 
-def load_reference(config: TrainConfig, device) -> LoopedLM | None:
-    """The frozen model of the KL penalty, in the policy's dtype and profile."""
+def load_reference(config: TrainConfig, device, policy: LoopedLM) -> LoopedLM | None:
+    """The frozen model of the KL penalty, in the policy's dtype and profile.
+
+    ValueError naming what differs where it could not replay the policy's logs.
+    """
     reference = config.learner.reference
     if reference == "none":
         return None
     path = config.model.path if reference == "initial" else reference
-    return load_model(path, dtype=config.model.dtype, device=device, profile=config.model.profile)
+    found = load_model(path, dtype=config.model.dtype, device=device, profile=config.model.profile)
+    for name in ("family", "loops", "vocab", "layers"):
+        own, other = getattr(policy.config, name), getattr(found.config, name)
+        if own != other:
+            raise ValueError(f"learner.reference = {path!r}: its {name} = {other!r}, that of model.path is {own!r}; "
+                             "a reference has the shape of the policy")
+    return found
 
 
 def build_rollouts(config: TrainConfig, model: LoopedLM):
@@ -147,6 +156,7 @@ def check_fit(rollouts: SampledRollouts, stream: PromptStream, max_new_tokens: i
 
     The engine would refuse it too, but only at the step that takes this prompt.
     """
+    rollouts.engine.check((), rollouts.sampling)  # the stop ids, whatever the prompts
     example, ids = max(stream.prompts, key=lambda prompt: len(prompt[1]))
     try:
         rollouts.engine.check([Request(ids, max_new_tokens, uid=0)], rollouts.sampling)

@@ -22,12 +22,15 @@ class RunState:
     """The position of a run and its checkpoints.
 
     Attributes:
-        step: last finished training step. data_digest: digest of the prompts.
-        initial_digest: digest of the weights that the run started from.
+        data_digest: of the prompts, or of the logs that are trained on.
+        grading_digest: of the reward's file and the stop settings ("" where logs are trained on).
+        initial_digest: of the weights that the run started from.
+        step: last finished training step.
     """
 
     config: TrainConfig
     data_digest: str
+    grading_digest: str
     initial_digest: str
     step: int = 0
 
@@ -42,6 +45,7 @@ class RunState:
                                                       in learner.masters.frozen.items()},
                    **{f"optimizer.{name}": tensor for name, tensor in learner.optimizer.state().items()}}
         state = {"config": to_toml(self.config), "data": self.data_digest,
+                 "grading": self.grading_digest,
                  "initial": self.initial_digest, "weights": learner.model.digest(),
                  "version": learner.model.version, "reference": _digest(learner.reference),
                  "fingerprint": fingerprint(learner.model.device)}
@@ -59,10 +63,12 @@ class RunState:
         if changed:
             raise ValueError(f"resume from {path}: {changed[0]}")
         check_process(learner.model.device, state["fingerprint"], f"the checkpoint {path}")
-        for name, own, what in (("data", self.data_digest, "the prompts"),
+        data = "the prompts" if self.config.run.from_logs is None else "the logs"
+        for name, own, what in (("data", self.data_digest, data),
+                                ("grading", self.grading_digest, "the reward's file or the stop ids"),
                                 ("initial", self.initial_digest, "the model folder's weights"),
                                 ("reference", _digest(learner.reference), "the reference model's weights")):
-            if state[name] != own:
+            if state.get(name) != own:
                 raise RuntimeError(f"resume from {path}: {what} have changed since the run began")
         with torch.no_grad():
             learner.masters.flat.copy_(tensors["master"])

@@ -66,7 +66,9 @@ class Trainer:
         for step in range(self.state.step + 1, run.steps + 1):
             row = self.step(step)
             self.state.step = step
-            self.metrics.log(step, row | self.evaluate_if_due(step))
+            if self.stop.received is None:  # a signal wants the checkpoint, not another evaluation
+                row |= self.evaluate_if_due(step)
+            self.metrics.log(step, row)
             last = step == run.steps or self.stop.received is not None
             if last or (run.save_every and step % run.save_every == 0):
                 self.state.save(self.learner)

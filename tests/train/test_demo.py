@@ -47,3 +47,15 @@ def test_a_signal_ends_the_demo_after_the_step(tmp_path, monkeypatch):
     assert demo.main(["--dir", str(tmp_path / "demo"), "rollout.prompts_per_step=2"]) == 0
     assert len(asked) == 1
     assert (tmp_path / "demo/checkpoints/step-000001").is_dir()
+
+
+@pytest.mark.thorough
+def test_the_whole_demo_gains_what_the_readme_says(tmp_path):
+    """Sampled accuracy rises by at least 25 points and greedy accuracy is not worse."""
+    folder = tmp_path / "demo"
+    assert demo.main(["--dir", str(folder)]) == 0
+    report = json.loads((folder / "demo.json").read_text())
+    for schedule in ("gate", "dense"):
+        for kind, least in (("sampled", 0.25), ("greedy", -0.02)):
+            before, after = (report[when][f"{schedule} {kind}"]["accuracy"] for when in ("before", "after"))
+            assert after - before >= least, (schedule, kind, before, after)

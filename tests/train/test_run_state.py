@@ -55,6 +55,31 @@ def test_other_weights_are_refused(resume, tmp_path, folder, named):
         resume()
 
 
+def test_another_reward_or_stop_id_is_refused(resume, tmp_path):
+    """Both decide what later steps train on, and neither is a setting."""
+    file = tmp_path / "rewards.py"
+    before = file.read_text()
+    file.write_text(before + "# edited\n")
+    with pytest.raises(RuntimeError, match="reward's file or the stop ids have changed"):
+        resume()
+    file.write_text(before)
+    (tmp_path / "model/generation_config.json").write_text('{"eos_token_id": 7}')
+    with pytest.raises(RuntimeError, match="reward's file or the stop ids have changed"):
+        resume()
+
+
+def test_other_logs_are_refused(tmp_path):
+    """Only the folder's name was compared, so edited rewards went unnoticed."""
+    assert main([*overrides(tmp_path), "run.steps=2", f"run.dir={tmp_path / 'logs'}", "--rollout-only"]) == 0
+    settings = [*overrides(tmp_path), f"run.from_logs={tmp_path / 'logs/logs'}", "run.resume=auto"]
+    assert main([*settings, "run.steps=1"]) == 0
+    file = tmp_path / "logs/logs/step-000002/cohort-000/samples.jsonl"
+    file.write_text(file.read_text().replace('"reward": 1.0', '"reward": 0.5'))
+    file.write_text(file.read_text().replace('"reward": 0.0', '"reward": 0.5'))
+    with pytest.raises(RuntimeError, match="the logs have changed"):
+        main([*settings, "run.steps=2"])
+
+
 def test_another_library_version_is_refused(resume, monkeypatch):
     """A resume under another torch gave other bits than the uninterrupted run, without a word."""
     monkeypatch.setattr("train.replay.fingerprint", lambda device: run_state.fingerprint(device) | {"torch": "9.9"})
