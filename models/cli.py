@@ -13,11 +13,16 @@ from collections.abc import Callable
 
 
 def run_cli(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its status; print the errors named above as one line."""
+    """Run `main` and exit with its status; print the errors named above as one line.
+
+    A stream that the caller closed (`>&-`), for which Python has None, swallows what is written.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     try:
         status = main()
-        if sys.stdout is not None:  # None where the caller closed it (`>&-`)
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         status = 141  # the reader went away (for instance `| head`): as a shell reports it
         # The interpreter flushes once more at exit; let it write into nothing.

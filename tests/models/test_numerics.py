@@ -91,13 +91,19 @@ def test_a_callers_fault_is_one_line(body, status, error):
     assert (done.returncode, done.stderr) == (status, error)
 
 
-def test_a_closed_stdout_is_no_fault():
-    """`command >&-`: Python then has no sys.stdout at all, and flushing it was an AttributeError."""
-    code = ("import sys\nfrom models.cli import run_cli\n"
-            "def main():\n    print('unseen')\n    return 0\nrun_cli(main)")
-    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code], cwd=ROOT,
-                          text=True, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_is_no_fault(closed, tmp_path):
+    """`command >&-`: Python then has no sys.stdout at all, and asking its encoding or flushing it was an
+    AttributeError; without stderr the progress bar failed, and what was meant for it went to stdout."""
+    code = ("import sys\nfrom models.cli import run_cli\nfrom tqdm import tqdm\n"
+            "def main():\n    print('shown', sys.stdout.encoding and '')\n"
+            "    for _ in tqdm([1], file=sys.stderr): print('note', file=sys.stderr)\n"
+            "    open(sys.argv[1], 'w').write('done')\n    return 0\nrun_cli(main)")
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, str(tmp_path / "file")],
+                          cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "done"
+    assert done.stdout == ("" if ">&-" in closed.split() else "shown \n")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_fault_of_our_own_keeps_its_traceback():
