@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--problems", type=int, help="held-out problems to evaluate on (default: all)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value",
                         help="settings of recipes/demo.toml to change, for example run.seed=1")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # settings may stand on both sides of an option
     began = time.perf_counter()
     folder = Path(arguments.dir) if arguments.dir else next_free(Path("runs/demo"))
     config = load(CHECKOUT / "recipes/demo.toml",

@@ -183,13 +183,14 @@ def prompt_stream(config: TrainConfig, task: Task, tokenizer: Tokenizer, split: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as a TOML file and overrides say."""
-    parser = argparse.ArgumentParser(prog="train", description="Train a looped model by GRPO.")
+    parser = argparse.ArgumentParser(prog="train", description="Train a looped model by GRPO.",
+                                     epilog="train/config.py lists every setting with its default and meaning.")
     parser.add_argument("--config", help="TOML file; see recipes/ (default: settings from overrides)")
     parser.add_argument("--resume", help="auto, never or a checkpoint folder: sets run.resume")
     parser.add_argument("--from-logs", metavar="DIR", help="train from schedule logs, without sampling")
     parser.add_argument("--rollout-only", action="store_true", help="write logs, train nothing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # settings may stand on both sides of an option
     overrides = list(arguments.overrides)
     if arguments.resume is not None:
         overrides.append(f"run.resume={arguments.resume}")

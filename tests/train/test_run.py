@@ -283,3 +283,12 @@ def test_a_process_of_several_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="WORLD_SIZE = 2.*several processes is not supported yet"):
         main(overrides(tmp_path))
     assert not (tmp_path / "run").exists()
+
+
+def test_settings_stand_on_both_sides_of_an_option(tmp_path):
+    """What came after `--resume auto` was an unrecognized argument."""
+    settings = overrides(tmp_path)
+    with pytest.raises(ValueError, match=r"run\.dirr: did you mean run\.dir"):
+        main([*settings, "--resume", "auto", "run.dirr=x"])
+    assert main([*settings, "--resume", "auto", "run.steps=1"]) == 0
+    assert len(rows(tmp_path / "run")) == 1
