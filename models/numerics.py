@@ -64,7 +64,7 @@ def configure(*, threads: int = 1, device: str = "cpu") -> torch.device:
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device = {device!r}: this torch ({torch.__version__}) sees no CUDA "
-                             "device; use --device cpu")
+                             "device; use --device cpu (model.device=cpu in train)")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
