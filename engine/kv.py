@@ -27,8 +27,12 @@ class PagedCache:
         kind = {"dtype": model.dtype, "device": model.device}
         # Zero-filled, never empty: a masked key has weight 0, and 0 * NaN would be NaN.
         shape = (config.layers, capacity.pages, capacity.page_size, config.kv_heads, config.head_dim)
-        self.keys, self.values = torch.zeros(shape, **kind), torch.zeros(shape, **kind)
-        self.hidden = torch.zeros(capacity.pages * capacity.page_size, config.hidden, **kind)
+        try:
+            self.keys, self.values = torch.zeros(shape, **kind), torch.zeros(shape, **kind)
+            self.hidden = torch.zeros(capacity.pages * capacity.page_size, config.hidden, **kind)
+        except RuntimeError as error:  # torch's words for no memory name a number of bytes and no setting
+            raise ValueError(f"capacity: pages = {capacity.pages} of {capacity.page_size} positions do not fit into "
+                             f"the memory of {model.device}; lower pages: {str(error).splitlines()[0]}") from None
         self.free_pages = list(range(capacity.pages - 1, -1, -1))
         self.free_slots = list(range(capacity.max_sequences - 1, -1, -1))
         plane_pages = min(capacity.pages, -(-config.max_positions // capacity.page_size))

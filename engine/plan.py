@@ -86,6 +86,8 @@ class Capacity:
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"capacity: {name} = {value!r} must be a positive integer")
+            if value >= 2**31:
+                raise ValueError(f"capacity: {name} = {value} must be below 2^31")
         if self.max_rows > MOST_ROWS:
             raise ValueError(f"capacity: max_rows = {self.max_rows} is above {MOST_ROWS}, the most that a "
                              "schedule log counts in one pass")

@@ -212,6 +212,14 @@ def test_a_request_that_can_never_fit_is_refused_before_anything_runs(model, mon
         Engine(model, "dense", capacity).generate([GOOD, Request((1, 2), 15, uid=1)], Sampling())
 
 
+@pytest.mark.parametrize("pages, named", [
+    (2**70, "pages = 1180591620717411303424 must be below 2"), (2**31 - 1, "pages = 2147483647 of 2147483647 positions")])
+def test_sizes_beyond_any_memory_are_refused_by_name(model, pages, named):
+    """They ended in torch's TypeError about 10 arguments, or in an allocator's message that named no setting."""
+    with pytest.raises(ValueError, match=named):
+        Engine(model, "dense", Capacity(pages=pages, page_size=2**31 - 1)).generate([GOOD], Sampling())
+
+
 def test_the_longest_text_the_model_takes(model):
     [done] = Engine(model, "exit:1").generate([Request((1, 2), 62, uid=1)], Sampling()).completions
     assert len(done.token_ids) == 62
