@@ -4,6 +4,8 @@ import json
 import os
 import signal
 
+import pytest
+
 from train import demo
 
 
