@@ -21,14 +21,13 @@ class PromptStream:
 
     Attributes:
         name: of the data set, part of every uid. data_digest: of the data set.
-        prompts: (example, token ids), those that fit. skipped: too long ones left out.
+        prompts: (example, token ids), those that fit.
         seed: `data_seed`.
     """
 
     name: str
     data_digest: str
     prompts: tuple[tuple[Example, tuple[int, ...]], ...]
-    skipped: int
     seed: int
 
     @property

@@ -178,7 +178,7 @@ def prompt_stream(config: TrainConfig, task: Task, tokenizer: Tokenizer, split: 
     if skipped:
         say(f"{data.name}: {skipped} prompts longer than {config.data.max_prompt_tokens} tokens skipped")
     fitting = tuple((example, tuple(ids)) for example, ids in prompts)
-    return PromptStream(data.name, data.digest, fitting, skipped, config.data.data_seed)
+    return PromptStream(data.name, data.digest, fitting, config.data.data_seed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from train.prompts import PromptStream
 
 def stream(count: int, seed: int = 0) -> PromptStream:
     examples = tuple((Example(str(n), f"p{n}", "", {}), (n,)) for n in range(count))
-    return PromptStream("set", "digest", examples, 0, seed)
+    return PromptStream("set", "digest", examples, seed)
 
 
 def ids(prompts) -> list[str]:
