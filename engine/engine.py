@@ -122,6 +122,7 @@ class Engine:
             "profile": model.profile, "numerics": "shapes", "linear": "native",
             "attention": model.kernel, "fingerprint": fingerprint(model.device),
             "seed": sampling.seed, "temperature": sampling.temperature, "greedy": sampling.greedy,
+            "top_k": sampling.top_k, "top_p": sampling.top_p,
             "stop_ids": list(sampling.stop_ids), "stop_strings": list(sampling.stop_strings),
             "schedule": self.schedule.text, "catch_up": "lazy", "capacity": dict(vars(self.capacity)),
             "derived": {"groups": groups.VERSION, "sampler": sampler.VERSION},

@@ -5,7 +5,9 @@ One JSON object a sample on stdout, or in --out: id, sample, prompt, prompt_ids,
 reading them as float32 gives the sampled bits. What decides the result is printed on stderr.
 
 Of the folder's generation_config.json only the stop ids are applied; a note names what else it
-sets. Temperature 0 takes the most likely token; log-probs are then those at temperature 1.
+sets. Temperature 0 takes the most likely token; log-probs are then those at temperature 1. With
+--top-k or --top-p log-probs are still those of the full softmax, and the log is for evaluation
+only: training from it is refused.
 """
 
 from __future__ import annotations
@@ -51,17 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = _tokenizer(options)
     prompts = _prompts(options, tokenizer)
     _check_lengths(prompts, options, config)
-    settings = _generation_config(options.model)
+    settings = generation_config(options.model)
     sampling = _sampling(options, config, tokenizer, settings)
     requests = requests_of(prompts, options.samples, options.max_new_tokens)
     given = {field.name: getattr(options, field.name) for field in fields(Capacity)}
     capacity = choose_capacity(requests, schedule.max_depth,
                                {name: value for name, value in given.items() if value is not None})
     announce(options, config, schedule, capacity, sampling)
-    ignored = {name: value for name, value in settings.items() if name not in HARMLESS}
-    if ignored:
-        print("note: generation_config.json sets", ", ".join(f"{k} = {v!r}" for k, v in ignored.items()),
-              "- not applied: only this command's options are", file=sys.stderr)
+    note_ignored(settings, sampling)
     model = load_model(options.model, dtype=options.dtype, device=device, profile=options.profile)
     engine = Engine(model, schedule.text, capacity, decode=tokenizer.decode if tokenizer else None)
     rollout = run(engine, requests, sampling)
@@ -89,15 +88,24 @@ def choose_capacity(requests: Sequence[Request], depth: int, given: dict[str, in
 def announce(options: argparse.Namespace, config: ModelConfig, schedule: Schedule, capacity: Capacity,
              sampling: Sampling) -> None:
     """Say on stderr what decides the result."""
-    draw = "greedy (log-probs at temperature 1)" if sampling.greedy else f"temperature {sampling.temperature}"
     kept = capacity.pages * capacity.page_size * config.kv_bytes(dtype_of(options.dtype).itemsize)
-    print(f"sampling: {draw}, seed {sampling.seed}, at most {options.max_new_tokens} new tokens, stop ids "
-          f"{list(sampling.stop_ids)}, stop strings {list(sampling.stop_strings)}; no top-k, top-p, penalties",
+    print(f"sampling: {sampling.describe()}, at most {options.max_new_tokens} new tokens",
           f"schedule: {schedule.text}, {options.dtype}, profile {options.profile}, device {options.device}, "
           f"threads {options.threads}",
           f"capacity: {capacity.max_sequences} sequences, {capacity.max_rows} rows a pass, {capacity.max_span} "
           f"a span, {capacity.pages} pages of {capacity.page_size} positions ({kept / 2**20:.1f} MiB)",
           sep="\n", file=sys.stderr)
+
+
+def note_ignored(settings: dict, sampling: Sampling) -> None:
+    """Name on stderr what generation_config.json sets and the effective sampling does not."""
+    applied = {"temperature": sampling.temperature, "do_sample": not sampling.greedy, "top_k": sampling.top_k,
+               "top_p": sampling.top_p, "repetition_penalty": 1.0}
+    ignored = {name: value for name, value in settings.items()
+               if name not in HARMLESS and not (name in applied and value == applied[name])}
+    if ignored:
+        print("note: generation_config.json sets", ", ".join(f"{k} = {v!r}" for k, v in ignored.items()),
+              "- not applied: only this command's options are", file=sys.stderr)
 
 
 def run(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> Rollout:
@@ -164,7 +172,8 @@ def _check_lengths(prompts: Sequence[Prompt], options: argparse.Namespace, confi
                              f"the model's {config.max_positions} positions; shorten it or lower --max-new-tokens")
 
 
-def _generation_config(folder: str) -> dict:
+def generation_config(folder: str) -> dict:
+    """generation_config.json of a model folder, {} without one. ValueError when it cannot be read."""
     file = Path(folder) / "generation_config.json"
     if not file.is_file():
         return {}
@@ -186,7 +195,8 @@ def _sampling(options: argparse.Namespace, config: ModelConfig, tokenizer: Token
         declared = declared if isinstance(declared, list) else [] if declared is None else [declared]
         ends = tuple(sorted({*config.eos_ids, *declared, *options.stop_id}))
     greedy = options.temperature == 0
-    return Sampling(options.seed, 1.0 if greedy else options.temperature, greedy, ends, tuple(options.stop))
+    return Sampling(seed=options.seed, temperature=1.0 if greedy else options.temperature, greedy=greedy,
+                    top_k=options.top_k, top_p=options.top_p, stop_ids=ends, stop_strings=tuple(options.stop))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -202,6 +212,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedule", default="dense", help=f"{GRAMMAR}; default dense")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     add("--temperature", type=float, default=1.0, metavar="X", help="0: the most likely token; default 1")
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K most likely tokens; default 0: all")
+    add("--top-p", type=float, default=1.0, metavar="P",
+        help="sample among the most likely tokens that reach P together; default 1: all")
     add("--seed", type=int, default=0, help="key of all random numbers; default 0")
     add("--samples", type=int, default=1, metavar="K", help="samples a prompt; default 1")
     add("--stop", nargs="+", action="extend", default=[], metavar="TEXT",

@@ -59,6 +59,9 @@ FIELDS: dict[str, Check] = {
     "temperature": ("a finite number above 0", lambda value: isinstance(value, int | float)
                     and not isinstance(value, bool) and 0 < value < float("inf")),
     "greedy": ("true or false", lambda value: isinstance(value, bool)),
+    "top_k": NATURAL,
+    "top_p": ("a number above 0, at most 1", lambda value: isinstance(value, int | float)
+              and not isinstance(value, bool) and 0 < value <= 1),
     "stop_ids": _list_of("token ids", is_integer),
     "stop_strings": _list_of("texts", lambda value: _is_text(value) and value != ""),
     "schedule": TEXT, "catch_up": TEXT,

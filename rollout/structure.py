@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine import groups, sampler
 from engine.plan import Admit, Capacity, Finish, Pass, Readout, padded
+from engine.sampler import Sampling
 from engine.schedule import Schedule, parse_schedule
 from engine.scheduler import Scheduler
 from rollout.log import ScheduleLog, read_log
@@ -38,6 +39,7 @@ def check_structure(log: ScheduleLog) -> None:
     try:
         schedule, capacity = parse_schedule(header["schedule"], header["loops"]), Capacity(**header["capacity"])
         scheduler = Scheduler(schedule, capacity, header["seed"])
+        Sampling(greedy=header["greedy"], top_k=header["top_k"], top_p=header["top_p"])
         for number, completion in enumerate(log.completions):
             request = completion.request
             scheduler.add(number, request.uid, len(request.prompt), request.max_new_tokens)

@@ -55,7 +55,7 @@ UNSUPPORTED = (
     (
         r"top_?p|top_?k|min_?p|typical_p|(repetition|presence|frequency)_penalty",
         "truncated or penalised sampling is not supported in training: log-probs are those of the full softmax at "
-        "rollout.temperature",
+        "rollout.temperature; evaluate and generate have --top-k and --top-p",
     ),
     (r"fp16|float16|half|loss_scale|grad_scaler", "float16 is not supported: use model.dtype=bfloat16 or float32"),
 )

@@ -1,13 +1,15 @@
 """`python -m train.evaluate`: accuracy of a model on a task under a schedule.
 
 Prints one line a figure and, as its last line, one JSON object; `--out` writes one JSON object a
-sample, `--log-dir` the schedule log, so that the evaluation can be replayed.
+sample, `--log-dir` the schedule log, so that the evaluation can be replayed. What decides how
+tokens are drawn is printed on stderr, with what generation_config.json sets and nobody applies.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from engine.engine import Engine
+from engine.sampler import Sampling
 from models.checkpoint import load_model
 from models.cli import run_cli
 from models.numerics import configure
 from rollout.collect import LOG_FILE
-from rollout.generate import choose_capacity
+from rollout.generate import choose_capacity, generation_config, note_ignored
 from rollout.log import write_log
 from rollout.samples import check_outputs, write_rows
 from train.config_file import load
@@ -31,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print."""
     arguments = parse(argv)
     check_outputs(arguments.out, arguments.log_dir)
+    drawing = {"greedy": arguments.temperature == 0, "top_k": arguments.top_k, "top_p": arguments.top_p}
+    Sampling(**drawing)  # refused before weights are read
     config = load(None, settings(arguments))
     device = configure(threads=config.run.threads, device=config.model.device)
     model = load_model(config.model.path, dtype=config.model.dtype, device=device,
@@ -39,12 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     requests = evaluation_requests(stream, arguments.max_new_tokens, arguments.samples, arguments.limit)
     capacity = choose_capacity(requests, rollouts.engine.schedule.max_depth,
                                {"max_sequences": min(arguments.batch, len(requests))})
+    sampling = replace(rollouts.sampling, **drawing)
+    print(f"sampling: {sampling.describe()}, at most {arguments.max_new_tokens} new tokens", file=sys.stderr)
+    note_ignored(generation_config(arguments.model), sampling)
     engine = Engine(model, arguments.schedule, capacity, decode=rollouts.decode)
     with tqdm(total=len(requests), unit="sample", disable=None) as bar:
         result = evaluate(
-            engine, stream, replace(rollouts.sampling, greedy=arguments.temperature == 0),
-            rollouts.reward, rollouts.decode, max_new_tokens=config.rollout.max_new_tokens,
-            samples=arguments.samples, limit=arguments.limit, on_finish=lambda _: bar.update())
+            engine, stream, sampling, rollouts.reward, rollouts.decode,
+            max_new_tokens=config.rollout.max_new_tokens, samples=arguments.samples, limit=arguments.limit,
+            on_finish=lambda _: bar.update())
     if arguments.out:
         write_rows(result.rows, arguments.out)
     if arguments.log_dir:
@@ -67,6 +75,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedule", default="dense", help="default dense")
     parser.add_argument("--samples", type=int, default=1, help="samples k of each problem; default 1")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy; default 1")
+    parser.add_argument("--top-k", type=int, default=0, help="sample among the k most likely tokens; default 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0,
+                        help="sample among the most likely tokens that reach p together; default 1: all")
     parser.add_argument("--limit", type=int, help="first problems only")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="default 1024")
@@ -82,8 +93,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name} = {value} must be at least 1")
-    if arguments.temperature < 0:
-        parser.error(f"--temperature = {arguments.temperature} must be at least 0")
+    if not 0 <= arguments.temperature < float("inf"):
+        parser.error(f"--temperature = {arguments.temperature} must be a finite number of at least 0")
     return arguments
 
 

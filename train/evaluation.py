@@ -54,8 +54,8 @@ def evaluate(engine: Engine, stream: PromptStream, sampling: Sampling, reward: C
             examples, cohort.log.completions, cohort.texts, rewards, cohort.scores, strict=True))
     groups = [rewards[at:at + samples] for at in range(0, len(rewards), samples)]
     summary = {"problems": len(groups), "samples": samples, "schedule": engine.schedule.text,
-               "greedy": sampling.greedy, "temperature": sampling.temperature,
-               **score_summary(groups), **_rollout_summary(cohort)}
+               "greedy": sampling.greedy, "temperature": sampling.temperature, "top_k": sampling.top_k,
+               "top_p": sampling.top_p, "seed": sampling.seed, **score_summary(groups), **_rollout_summary(cohort)}
     return Evaluation(summary, rows, cohort)
 
 

@@ -32,7 +32,8 @@ class Redraw:
         """place(sequence, position of the row read out) -> index into `same`."""
         header = log.header
         self.log, self.runner, self.place = log, runner, place
-        self.sampling = Sampling(header["seed"], header["temperature"], header["greedy"])
+        self.sampling = Sampling(**{name: header[name] for name in (
+            "seed", "temperature", "greedy", "top_k", "top_p")})
         schedule = parse_schedule(header["schedule"], header["loops"])
         self.gate = (GateState(schedule, runner.capacity, runner.model.device)
                      if schedule.kind == "gate" else None)

@@ -72,12 +72,17 @@ class LoggedRollouts:
                                  f"rollout.cohorts = {found}")
 
     def cohort(self, step: int, index: int, on_finish=None) -> Cohort:
-        """Read cohort `index` of training step `step`. ValueError for one that was not sampled."""
+        """Read cohort `index` of training step `step`. ValueError for one that is no sample of the policy."""
         folder = self.steps[step - 1] / f"cohort-{index:03d}"
         cohort = read_cohort(folder)
-        if cohort.log.header["greedy"]:
+        header = cohort.log.header
+        if header["greedy"]:
             raise ValueError(f"{folder}: its tokens are the most likely ones, not samples of the policy: train from "
                              "logs of a temperature above 0")
+        if header["top_k"] > 0 or header["top_p"] < 1:
+            raise ValueError(f"{folder}: its tokens were sampled with top_k = {header['top_k']}, top_p = "
+                             f"{header['top_p']}, but its log-probs are those of the full softmax: train from logs "
+                             "made without")
         return cohort
 
 

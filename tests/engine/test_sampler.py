@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.philox import philox, split64
-from engine.sampler import Sampling, gumbel_noise, sample
+from engine.sampler import Sampling, gumbel_noise, sample, truncated
 
 CPU = torch.device("cpu")
 VOCAB = 10  # no multiple of 4: the last vocabulary block is used in part
@@ -136,6 +136,115 @@ def test_a_group_with_one_seed_gets_distinct_samples():
     assert len(set(ids)) > 4
 
 
+# ---- truncation ----
+
+
+def kept(scores, top_k=0, top_p=1.0):
+    """Ids that stay, of one row; those that do keep their scores."""
+    row = torch.tensor([scores])
+    found = truncated(row, top_k, top_p)
+    stay = torch.isfinite(found)
+    assert torch.equal(found[stay], row[stay]) and (found[~stay] == -math.inf).all()
+    return torch.nonzero(stay[0])[:, 0].tolist()
+
+
+TENTHS = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
+
+
+def test_truncation_by_hand():
+    """Down from the likeliest: 0.4, 0.3, 0.2, 0.1, so before them stand 0, 0.4, 0.7 and 0.9."""
+    assert [kept(TENTHS, top_k=k) for k in (1, 2, 3, 4, 9)] == [[1], [1, 3], [1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    found = [kept(TENTHS, top_p=p) for p in (1e-9, 0.39, 0.41, 0.69, 0.71, 0.89, 0.91, 1.0)]
+    assert found == [[1], [1], [1, 3], [1, 3], [1, 2, 3], [1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_top_p_counts_the_probability_of_what_top_k_left():
+    """Of 0.4 and 0.3 the first has 0.571 of what is left, enough for 0.5; of all tokens it has 0.4, not enough."""
+    assert kept(TENTHS, top_p=0.5) == [1, 3]
+    assert kept(TENTHS, top_k=2, top_p=0.5) == [1]
+
+
+def test_equal_tokens_at_the_edge_stay_from_the_lowest_id_up():
+    assert kept([2.0, 1.0, 2.0, 2.0], top_k=2) == [0, 2]
+    assert kept([0.0] * 4, top_p=0.5) == [0, 1]  # a quarter each, exactly: two reach a half
+    assert kept([0.0] * 4, top_p=0.5000001) == [0, 1, 2]
+    assert kept([0.0] * 40, top_k=3) == [0, 1, 2]
+
+
+def test_the_temperature_comes_before_the_truncation():
+    """At temperature 1/2 probabilities are squared: 0.16 of 0.3 is 0.533, so top-p 0.5 keeps one token, not two."""
+    ids, _ = draw(torch.tensor([TENTHS]).expand(300, -1), Sampling(seed=1, temperature=0.5, top_p=0.5))
+    assert set(ids) == {1}
+    ids, _ = draw(torch.tensor([TENTHS]).expand(300, -1), Sampling(seed=1, top_p=0.5))
+    assert set(ids) == {1, 3}
+
+
+def plainly_kept(scores, top_k, top_p):
+    """The definition token by token."""
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:top_k or len(scores)]
+    shares = [math.exp(scores[i] - scores[order[0]]) for i in order]
+    before, found = 0.0, []
+    for i, share in zip(order, shares, strict=True):
+        if before < top_p * math.fsum(shares):
+            found.append(i)
+        before += share
+    return sorted(found)
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.313), (0, 0.871), (3, 1.0), (7, 0.613), (2, 0.999)])
+def test_truncation_against_the_definition(top_k, top_p):
+    """Whole-numbered logits: many tokens are equal."""
+    rows = torch.randint(-3, 4, (200, 13), generator=torch.Generator().manual_seed(7)).float()
+    found = torch.isfinite(truncated(rows, top_k, top_p))
+    for row, stay in zip(rows.tolist(), found, strict=True):
+        assert torch.nonzero(stay)[:, 0].tolist() == plainly_kept(row, top_k, top_p)
+
+
+def test_a_row_is_truncated_the_same_in_any_company():
+    rows = torch.randn(9, 301, generator=torch.Generator().manual_seed(8))
+    whole = truncated(rows, 40, 0.8)
+    assert all(torch.equal(truncated(rows[i:i + 1], 40, 0.8)[0], whole[i]) for i in range(9))
+
+
+def test_chi_square_of_truncated_draws():
+    """Against the renormalised rest; 18.47 is the 0.1 % point at 4 degrees of freedom."""
+    logits = torch.tensor([1.5, -0.5, 0.0, 0.75, -2.0, 0.25, 1.0, -1.0, 0.5, -0.25])
+    count = 20_000
+    ids, _ = draw(logits.expand(count, -1), Sampling(seed=99, top_k=6, top_p=0.92))
+    share = torch.where(torch.isin(torch.arange(VOCAB), torch.tensor([0, 3, 5, 6, 8])), logits.double().exp(), 0.0)
+    assert set(ids) == {0, 3, 5, 6, 8}  # top-k leaves six, top-p drops the last of them, id 2
+    expected = share / share.sum() * count
+    observed = torch.bincount(torch.tensor(ids), minlength=VOCAB).double()
+    live = expected > 0
+    assert ((observed - expected)[live] ** 2 / expected[live]).sum().item() < 18.47
+
+
+def test_a_surviving_token_is_drawn_by_the_same_noise():
+    """Truncation changes no draw but those that it drops: evaluations with and without are paired."""
+    logits = torch.randn(500, 40, generator=torch.Generator().manual_seed(5))
+    plain, _ = draw(logits, Sampling(seed=4))
+    short, _ = draw(logits, Sampling(seed=4, top_k=15, top_p=0.9))
+    stays = torch.isfinite(truncated(logits, 15, 0.9))[torch.arange(500), torch.tensor(plain)].tolist()
+    assert 250 < sum(stays) < 500
+    assert all(one == other for one, other, same in zip(plain, short, stays, strict=True) if same)
+    assert all(one != other for one, other, same in zip(plain, short, stays, strict=True) if not same)
+
+
+def test_truncation_records_the_log_prob_of_the_full_softmax():
+    logits = torch.randn(60, 40, generator=torch.Generator().manual_seed(6))
+    ids, logprobs = draw(logits, Sampling(seed=4, temperature=0.8, top_k=5, top_p=0.7))
+    full = torch.log_softmax(logits / 0.8, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    assert torch.equal(torch.tensor(logprobs), full)
+
+
+def test_a_person_reads_what_is_in_force():
+    assert Sampling(seed=3, temperature=0.8, top_k=5, top_p=0.7, stop_ids=(2,)).describe() == (
+        "temperature 0.8, top-k 5, top-p 0.7 (log-probs of the full softmax), no penalties, seed 3, stop ids [2], "
+        "stop strings []")
+    assert Sampling().describe().startswith("temperature 1.0, no top-k, no top-p, no penalties, seed 0")
+    assert Sampling(greedy=True).describe().startswith("greedy (log-probs at temperature 1), no penalties")
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("greedy", [False, True])
 def test_logits_that_are_not_finite_are_refused(bad, greedy):
@@ -156,6 +265,10 @@ REFUSED = [
     ({"seed": True}, "seed = True"),
     ({"temperature": 0}, "temperature = 0"), ({"temperature": -1.0}, "temperature = -1.0"),
     ({"temperature": math.inf}, "temperature = inf"), ({"temperature": math.nan}, "temperature = nan"),
+    ({"top_k": -1}, "top_k = -1"), ({"top_k": 5.0}, "top_k = 5.0"), ({"top_k": True}, "top_k = True"),
+    ({"top_p": 0.0}, "top_p = 0.0"), ({"top_p": 1.1}, "top_p = 1.1"), ({"top_p": math.nan}, "top_p = nan"),
+    ({"top_k": 2, "greedy": True}, "most likely token: leave them out"),
+    ({"top_p": 0.5, "greedy": True}, "top_p = 0.5 change nothing"),
     ({"stop_ids": (3, -1)}, "stop_ids holds -1"), ({"stop_ids": ("2",)}, "stop_ids holds '2'"),
     ({"stop_strings": ("a", "")}, "empty text"), ({"stop_strings": "Question:"}, "must be a tuple"),
 ]

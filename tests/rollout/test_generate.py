@@ -154,12 +154,40 @@ def test_hidden_sampling_defaults_are_named_and_not_applied(folder, capsys):
     """A checkpoint's repetition penalty changed every rollout of a run, and nobody had asked for it."""
     arguments = ("--prompt", "ab", "--max-new-tokens", 12, "--samples", 2)
     wanted, errors = call(capsys, folder, *arguments)
-    assert "note:" not in errors and "no top-k, top-p, penalties" in errors
+    assert "note:" not in errors and "no top-k, no top-p, no penalties" in errors
     (folder / "generation_config.json").write_text(json.dumps(
         {"repetition_penalty": 1.05, "top_k": 50, "bos_token_id": 1, "transformers_version": "4"}))
     rows, errors = call(capsys, folder, *arguments)
     assert rows == wanted
     assert "note: generation_config.json sets repetition_penalty = 1.05, top_k = 50 - not applied" in errors
+
+
+def test_only_what_differs_from_the_effective_sampling_is_noted(folder, capsys):
+    """Asked for by hand, the folder's own values are applied and no note says otherwise."""
+    (folder / "generation_config.json").write_text(json.dumps(
+        {"repetition_penalty": 1.0, "do_sample": True, "temperature": 0.7, "top_k": 3, "top_p": 0.9}))
+    arguments = ("--prompt", "ab", "--max-new-tokens", 12)
+    _, errors = call(capsys, folder, *arguments)
+    assert "note: generation_config.json sets temperature = 0.7, top_k = 3, top_p = 0.9 - not applied" in errors
+    _, errors = call(capsys, folder, *arguments, "--temperature", 0.7, "--top-k", 3, "--top-p", 0.9)
+    assert "note:" not in errors and "temperature 0.7, top-k 3, top-p 0.9 (log-probs of the full softmax)" in errors
+
+
+def test_top_k_and_top_p_reach_sampler_and_log(plain, tmp_path, capsys):
+    """top-k 1 takes the most likely token whatever the seed, with its log-prob under the full softmax."""
+    greedy, _ = call(capsys, plain, *TOKENS, "--temperature", 0)
+    rows, _ = call(capsys, plain, *TOKENS, "--top-k", 1, "--log-dir", tmp_path / "k")
+    tiny, _ = call(capsys, plain, *TOKENS, "--top-p", 1e-9, "--log-dir", tmp_path / "p")
+    for found in (rows, tiny):
+        assert [r["token_ids"] for r in found] == [r["token_ids"] for r in greedy]
+        assert [r["logprobs"] for r in found] == [r["logprobs"] for r in greedy]
+    headers = [read_checked(tmp_path / name / "schedule.log").header for name in ("k", "p")]
+    assert [(h["top_k"], h["top_p"]) for h in headers] == [(1, 1.0), (0, 1e-9)]
+    for option, value, named in (("--top-k", -1, "top_k = -1"), ("--top-p", 0, "top_p = 0.0")):
+        with pytest.raises(ValueError, match=named):
+            call(capsys, plain, *TOKENS, option, value)
+    with pytest.raises(ValueError, match="leave them out"):
+        call(capsys, plain, *TOKENS, "--temperature", 0, "--top-k", 5)
 
 
 def test_prompts_of_a_file_are_texts_or_messages(folder, tmp_path, capsys):

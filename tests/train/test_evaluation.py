@@ -5,6 +5,7 @@ import json
 import pytest
 from tiny_run import overrides
 
+from rollout.structure import read_checked
 from train.evaluate import main
 from train.evaluation import score_summary
 
@@ -89,3 +90,38 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(option, tmp_
     place = tmp_path if option == "--out" else tmp_path / "file"
     with pytest.raises(ValueError, match=option):
         main(["--model", str(tmp_path), "--task", "calculator", option, str(place)])
+
+
+def test_truncated_evaluation_is_what_it_says(tmp_path, capsys):
+    """top-k 1 gives the texts of temperature 0; printed, in the summary and in the log."""
+    settings = dict(pair.split("=", 1) for pair in overrides(tmp_path))
+    (tmp_path / "model/generation_config.json").write_text('{"repetition_penalty": 1.05, "top_k": 50}')
+
+    def found(*more):
+        out = tmp_path / "out.jsonl"
+        assert main(["--model", settings["model.path"], "--data", settings["data.path"], "--split", "train", "--reward",
+                     settings["data.reward"], "--max-new-tokens", "6", "--out", str(out),
+                     "--log-dir", str(tmp_path / "log"), *more]) == 0
+        printed = capsys.readouterr()
+        return ([json.loads(line)["text"] for line in out.read_text().splitlines()],
+                json.loads(printed.out.splitlines()[-1]), printed.err)
+
+    texts, summary, errors = found("--top-k", "1", "--temperature", "0.9")
+    assert texts == found("--temperature", "0")[0]
+    assert (summary["temperature"], summary["top_k"], summary["top_p"]) == (0.9, 1, 1.0)
+    assert "sampling: temperature 0.9, top-k 1 (log-probs of the full softmax), no penalties" in errors
+    assert "note: generation_config.json sets repetition_penalty = 1.05, top_k = 50 - not applied" in errors
+    texts, summary, errors = found("--top-p", "0.5", "--temperature", "0.7")
+    assert texts != found("--temperature", "0.7")[0] and (summary["top_k"], summary["top_p"]) == (0, 0.5)
+    found("--top-k", "7", "--top-p", "0.5")
+    header = read_checked(tmp_path / "log/schedule.log").header
+    assert (header["top_k"], header["top_p"], header["temperature"]) == (7, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (["--top-k", "-1"], "top_k = -1"), (["--top-p", "0"], "top_p = 0.0"),
+    (["--top-p", "0.9", "--temperature", "0"], "most likely token")])
+def test_impossible_truncation_is_refused_before_weights_are_read(arguments, named, monkeypatch):
+    monkeypatch.setattr("train.evaluate.load_model", lambda *_, **__: pytest.fail("work began"))
+    with pytest.raises(ValueError, match=named):
+        main(["--model", "any", "--task", "calculator", *arguments])
