@@ -106,3 +106,23 @@ def statistics(log: ScheduleLog | Rollout) -> Statistics:
         sequences=len(completions), prompt_tokens=sum(prompts), tokens=sum(responses), passes=passes,
         spans=spans, rows=rows, padded_rows=padded_rows, dense_cells=inputs * loops,
         catch_up_rows=catch_up, peak_catch_up=peak, depths=tuple(depths))
+
+
+def decoding(log: ScheduleLog | Rollout) -> tuple[int, int]:
+    """(passes, tokens): passes until every sequence has its first token, and tokens read out later.
+
+    What comes after those passes is decoding: all tokens after the last prompt was read out. A
+    sequence that was quicker may have had more than one token before. Prompt cells that a schedule
+    puts off and runs later are part of decoding.
+    """
+    waiting = set(range(len(log.completions)))
+    tokens = sum(len(c.token_ids) for c in log.completions)
+    passes = 0
+    for event in log.events:
+        if not waiting:
+            break
+        if isinstance(event, Pass):
+            passes += 1
+            tokens -= len(event.readouts)
+            waiting -= {readout.sequence for readout in event.readouts}
+    return passes, tokens

@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 
 from engine import Capacity, Engine, Request, Sampling
 from rollout.log import from_rollout
-from rollout.statistics import Statistics, statistics
+from rollout.statistics import Statistics, decoding, statistics
 from rollout.timeline import Ran, Read, Timeline, Waited, timeline
 
 
@@ -94,3 +94,19 @@ def test_timelines_of_a_batch_cover_every_cell():
     assert [len(t.read) for t in lines] == [len(c.token_ids) for c in log.completions]
     with pytest.raises(ValueError, match="sequence 5 is not in the log"):
         timeline(log, 5)
+
+
+@pytest.mark.parametrize("schedule, options, found", [
+    ("dense", {}, (3, 3)),
+    ("exit:periodic=1,2", {}, (1, 3)),  # the first token leaves at loop 1; its deeper prompt cells are run later
+    ("dense", {"prompt": 5, "max_span": 2}, (9, 3)),  # three chunks at three loops
+    ("dense", {"new": 1}, (3, 0))])
+def test_decoding_starts_where_the_first_token_is_read_out(schedule, options, found):
+    assert decoding(one(schedule, **options)) == found
+
+
+def test_decoding_starts_when_the_slowest_prompt_is_read_out():
+    """Prompts of 1 and 5 in chunks of 2: the first sequence has 3 of its 4 tokens by pass 9."""
+    requests = [Request((1,), 4, uid=1), Request((1, 2, 3, 4, 5), 4, uid=2)]
+    log = Engine(tiny_model(), "dense", Capacity(max_span=2)).generate(requests, Sampling())
+    assert decoding(log) == (9, 4)
