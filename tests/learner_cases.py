@@ -40,14 +40,14 @@ def make_learner(config: TrainConfig, *, reference: bool = False, **model) -> Le
 
 
 def make_log(model, cohort: int = 0, step: int = 1, schedule: str = "exit:gate=0.6",
-             temperature: float = 0.9, count: int = 4) -> ScheduleLog:
-    """One cohort: `count` sequences with prompts of unequal lengths, 9 new tokens."""
+             temperature: float = 0.9, count: int = 4, stop_ids: tuple[int, ...] = ()) -> ScheduleLog:
+    """One cohort: `count` sequences with prompts of unequal lengths, 9 new tokens or up to a stop id."""
     requests = [Request(tuple(tokens(3 + 4 * index, seed=cohort)), 9, uid=1000 * step + 10 * cohort + index,
                         dataset="d", example=str(cohort), group=cohort, sample=index)
                 for index in range(count)]
     capacity = Capacity(max_sequences=3, max_rows=16, max_span=5, pages=120, page_size=4)
     return from_rollout(Engine(model, schedule, capacity).generate(
-        requests, Sampling(seed=5, temperature=temperature)))
+        requests, Sampling(seed=5, temperature=temperature, stop_ids=stop_ids)))
 
 
 def make_batches(learner: Learner, step: int = 1, advantages=ADVANTAGES, **log) -> list[Batch]:

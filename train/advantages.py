@@ -10,6 +10,8 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+KINDS = ("group", "none", "leave-one-out")
+
 
 @dataclass(frozen=True)
 class Advantages:
@@ -26,14 +28,15 @@ class Advantages:
 def group_advantages(
     rewards: Sequence[float | None],
     groups: Sequence[Hashable],
-    normalise: str = "group",
+    advantage: str = "group",
     epsilon: float = 1e-6,
 ) -> Advantages:
-    """Reward minus the group's mean, divided by (std + epsilon) when `normalise` is "group".
+    """What a sample's reward is beyond the scored rewards of its group.
 
+    advantage: "group" is (reward - mean) / (std + epsilon), as in GRPO; "none" is reward - mean;
+    "leave-one-out" is reward - mean of the *other* samples (RLOO), computed as n (reward - mean) / (n - 1).
     rewards: one a sample; None and NaN mean "unscored", 0.0 is a reward like any other.
     groups: the group key of each sample, for example (data set, example id); members need not be adjacent.
-    normalise: "group" or "none" (mean subtracted, nothing divided).
 
     The standard deviation is the *sample* one (n - 1), as in TRL, so [1, 0, 0, 0] has 0.5. A group
     whose scored rewards are all equal gets exactly 0.0: equality is tested on the rewards, because
@@ -44,16 +47,10 @@ def group_advantages(
     """
     if len(rewards) != len(groups):
         raise ValueError(f"rewards has {len(rewards)} entries and groups {len(groups)}: give one group key a reward")
-    if normalise not in ("group", "none"):
-        raise ValueError(f'normalise is {normalise!r}: use "group" or "none"')
+    if advantage not in KINDS:
+        raise ValueError(f"advantage is {advantage!r}: use one of {', '.join(KINDS)}")
     scored = tuple(reward is not None and not math.isnan(reward) for reward in rewards)
-    members: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(groups):
-        members.setdefault(key, [])
-        if scored[index]:
-            if math.isinf(rewards[index]):
-                raise ValueError(f"rewards[{index}] is {rewards[index]}: return a finite number, or None if unscored")
-            members[key].append(index)
+    members = _members(rewards, groups, scored)
     values = [0.0] * len(rewards)
     deviations: list[float] = []
     equal = 0
@@ -69,7 +66,12 @@ def group_advantages(
         std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in own) / (len(own) - 1))
         deviations.append(std)
         for index, reward in zip(indices, own, strict=True):
-            values[index] = (reward - mean) / (std + epsilon) if normalise == "group" else reward - mean
+            above = reward - mean
+            if advantage == "group":
+                above /= std + epsilon
+            elif advantage == "leave-one-out":
+                above = above * len(own) / (len(own) - 1)
+            values[index] = above
     count = len(deviations)
     return Advantages(
         values=tuple(values),
@@ -79,3 +81,17 @@ def group_advantages(
         zero_variance=equal / count if count else 0.0,
         within_group_std=math.fsum(deviations) / count if count else 0.0,
     )
+
+
+def _members(
+    rewards: Sequence[float | None], groups: Sequence[Hashable], scored: Sequence[bool]
+) -> dict[Hashable, list[int]]:
+    """Group key -> places of its scored rewards; empty where a group has none."""
+    members: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(groups):
+        own = members.setdefault(key, [])
+        if scored[index]:
+            if math.isinf(rewards[index]):
+                raise ValueError(f"rewards[{index}] is {rewards[index]}: return a finite number, or None if unscored")
+            own.append(index)
+    return members

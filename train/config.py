@@ -14,6 +14,10 @@ from typing import Any, Literal
 from engine.plan import Capacity
 from train.settings import kinds, mismatch
 
+# Of one step, beyond any sense: larger numbers would end in the machine's memory, without a name.
+MOST_SAMPLES = 2**20
+MOST_TOKENS = 2**34
+
 
 def _require(good: bool, name: str, value: Any, remedy: str) -> None:
     if not good:
@@ -100,6 +104,12 @@ class RolloutOptions:
         _require_least(self, "rollout", 1, "max_new_tokens", "prompts_per_step", "cohorts")
         remedy = "advantages compare the samples of a prompt, so a group needs at least 2"
         _require(self.group_size >= 2, "rollout.group_size", self.group_size, remedy)
+        samples = self.prompts_per_step * self.group_size
+        remedy = f"a step would have {samples:,} samples, at most {MOST_SAMPLES:,}; lower it or prompts_per_step"
+        _require(samples <= MOST_SAMPLES, "rollout.group_size", self.group_size, remedy)
+        tokens = samples * self.max_new_tokens
+        remedy = f"{samples:,} samples a step may then have {tokens:,} tokens, at most {MOST_TOKENS:,}; lower it"
+        _require(tokens <= MOST_TOKENS, "rollout.max_new_tokens", self.max_new_tokens, remedy)
         remedy = f"must be a multiple of rollout.cohorts = {self.cohorts}, so that all cohorts have the same size"
         _require(self.prompts_per_step % self.cohorts == 0, "rollout.prompts_per_step", self.prompts_per_step, remedy)
         _require("" not in self.stop, "rollout.stop", self.stop, "an empty stop string would stop everywhere")
@@ -122,8 +132,9 @@ class LearnerOptions:
     clip_high: float = 0.2  # ratio is cut above 1 + clip_high
     kl_coefficient: float = 0.0  # of the k3 penalty against `reference`
     reference: str = "none"  # "none", "initial" (the run's first weights) or a model folder
-    advantage: Literal["group", "none"] = "group"  # divide by the group's standard deviation or by nothing
-    denominator: Literal["tokens"] | float = "tokens"  # trained tokens of the update, or a constant
+    advantage: Literal["group", "none", "leave-one-out"] = "group"  # over the group's std, over nothing, RLOO
+    denominator: Literal["tokens", "sequences"] | float = "tokens"  # token mean, mean of sequence means, a constant
+    mask_truncated: bool = False  # samples cut by length give no loss; their rewards stay in the group's mean
     updates_per_rollout: int = 1  # optimizer steps an epoch; each takes the same number of whole cohorts
     epochs: int = 1  # passes over a rollout
     micro_batch_sequences: int = 8  # sequences of a packed forward and backward
@@ -150,8 +161,8 @@ class LearnerOptions:
         _require(self.clip_norm > 0, "learner.clip_norm", self.clip_norm, "must be above 0; inf never clips")
         _require(0 <= self.clip_low <= 1, "learner.clip_low", self.clip_low, "must lie in [0, 1]")
         _require(0 <= self.min_ratio <= 1, "learner.min_ratio", self.min_ratio, "must lie in [0, 1]")
-        good = self.denominator == "tokens" or 0 < self.denominator < math.inf
-        _require(good, "learner.denominator", self.denominator, 'use "tokens" or a constant above 0')
+        good = isinstance(self.denominator, str) or 0 < self.denominator < math.inf
+        _require(good, "learner.denominator", self.denominator, 'use "tokens", "sequences" or a constant above 0')
         good = self.kl_coefficient == 0 or self.reference != "none"
         remedy = 'a penalty needs learner.reference = "initial" or a model folder'
         _require(good, "learner.kl_coefficient", self.kl_coefficient, remedy)

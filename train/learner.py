@@ -19,7 +19,7 @@ from rollout.log import ScheduleLog
 from train.config import TrainConfig
 from train.dense import dense_logprobs
 from train.hybrid import hybrid
-from train.loss import NO_TOKENS, LossMetrics, grpo_loss, usable
+from train.loss import NO_TOKENS, LossMetrics, grpo_loss, usable, weigh
 from train.masters import Masters
 from train.optimizer import FlatAdamW, learning_rate
 from train.reduction import tree_sum
@@ -32,18 +32,21 @@ class Batch:
 
     Attributes:
         index: cohort index c. log: its schedule log.
-        advantages: one a sequence. scored: False leaves the sequence out of training.
+        advantages: one a sequence. trained: False leaves the sequence out of loss and denominator.
     """
 
     index: int
     log: ScheduleLog
     advantages: tuple[float, ...]
-    scored: tuple[bool, ...]
+    trained: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A batch with its values, all float32 or bool [tokens], sequence after sequence."""
+    """A batch with its values, all float32 or bool [tokens], sequence after sequence.
+
+    weight: float64. counted: what the batch adds to the denominator of its update.
+    """
 
     batch: Batch
     old: Tensor
@@ -51,6 +54,8 @@ class _Prepared:
     reference: Tensor | None
     advantage: Tensor
     chosen: Tensor
+    weight: Tensor
+    counted: int
     starts: tuple[int, ...]
 
 
@@ -115,7 +120,8 @@ class Learner:
         report.seconds["replay"] += time.perf_counter() - began
         tokens = sum(int(p.chosen.sum()) for p in prepared)
         denominator = self.config.learner.denominator
-        denominator = float(tokens or 1) if denominator == "tokens" else denominator
+        if isinstance(denominator, str):  # 0 without a trained token; then no loss is computed
+            denominator = float(sum(p.counted for p in prepared))
         began = time.perf_counter()
         gradient = tree_sum(lambda i: self._gradient(prepared[i], denominator, report), len(prepared))
         report.seconds["dense"] += time.perf_counter() - began
@@ -137,12 +143,14 @@ class Learner:
             reference = replay(self.reference, log, same_weights=False).values
         lengths = torch.tensor([len(c.token_ids) for c in log.completions])
         advantage = torch.tensor(batch.advantages, dtype=torch.float64).to(torch.float32)
-        scored = torch.tensor(batch.scored).repeat_interleave(lengths)
         trained = torch.tensor([flag for flags in log.trained for flag in flags])
+        trained &= torch.tensor(batch.trained).repeat_interleave(lengths)
         finite = usable(old.values) & usable(value.values)
-        report.unusable += int((trained & scored & ~finite).sum())
+        report.unusable += int((trained & ~finite).sum())
+        chosen = trained & finite
+        weight, counted = weigh(chosen, old.starts, self.config.learner.denominator)
         return _Prepared(batch, old.values, value.values, reference,
-                         advantage.repeat_interleave(lengths), trained & scored & finite, old.starts)
+                         advantage.repeat_interleave(lengths), chosen, weight, counted, old.starts)
 
     def audited(self, step: int) -> tuple[int, ...]:
         """Cohorts whose replay is compared with the rollout in this step: keyed by (seed, step)."""
@@ -198,7 +206,7 @@ class Learner:
             loss, metrics = grpo_loss(
                 pick(logp), pick(prepared.old[tokens]), pick(prepared.advantage[tokens]),
                 clip_low=options.clip_low, clip_high=options.clip_high, denominator=denominator,
-                reference_logp=reference, kl_coefficient=options.kl_coefficient)
+                weights=pick(prepared.weight[tokens]), reference_logp=reference, kl_coefficient=options.kl_coefficient)
             if live:
                 loss.backward()
         difference = (dense.logprobs.detach().cpu() - prepared.value[tokens])[chosen].abs()

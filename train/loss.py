@@ -1,12 +1,19 @@
 """The GRPO loss: a pure function of packed 1-D tensors, one entry a trained token.
 
-Only trained tokens come in (select them, never multiply by a mask: 0 * NaN is NaN), and the
-denominator is a number known before backward. So every token's gradient is the same whatever
+Only trained tokens come in (select them, never multiply by a mask: 0 * NaN is NaN), and weights
+and denominator are known before backward. So every token's gradient is the same whatever
 micro-batch, cohort or process it sits in. Knows no model, no samples and no process.
+
+| denominator | a token weighs | divided by | in the field |
+|---|---|---|---|
+| `tokens` | 1 | trained tokens of the update | token-mean (DAPO) |
+| `sequences` | 1 / trained tokens of its sequence | sequences with a trained token | seq-mean-token-mean (GRPO) |
+| a number | 1 | the number | token-sum over a constant (Dr. GRPO) |
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +74,22 @@ def usable(logp: Tensor) -> Tensor:
     return torch.isfinite(logp)
 
 
+def weigh(chosen: Tensor, starts: Sequence[int], denominator: str | float) -> tuple[Tensor, int]:
+    """Weight of each token and what these tokens add to the denominator of the update.
+
+    chosen: bool [N], trained tokens, sequence after sequence. starts: first token of each sequence, then N.
+    denominator: "tokens", "sequences" or a number (the table above); the number is not added to.
+
+    Returned: float64 [N], 0 where not chosen, and a count. The counts of all cohorts and processes add up to
+    the denominator; a sequence without a trained token weighs nothing and is not counted.
+    """
+    trained = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))[torch.tensor(starts)].diff()
+    if denominator != "sequences":
+        return chosen.to(torch.float64), int(trained.sum())
+    each = (1 / trained.clamp(min=1).to(torch.float64)).repeat_interleave(torch.tensor(starts).diff())
+    return torch.where(chosen, each, 0.0), int((trained > 0).sum())
+
+
 def grpo_loss(
     logp: Tensor,
     old_logp: Tensor,
@@ -75,6 +98,7 @@ def grpo_loss(
     clip_low: float,
     clip_high: float,
     denominator: float,
+    weights: Tensor | None = None,
     reference_logp: Tensor | None = None,
     kl_coefficient: float = 0.0,
 ) -> tuple[Tensor, LossMetrics]:
@@ -83,10 +107,10 @@ def grpo_loss(
     logp [N]: log-probs under the weights in training; carries the graph.
     old_logp [N]: recorded at rollout, finite (see `usable`); reference_logp [N]: frozen reference.
     advantages [N]: one a token.
-    denominator: the number of trained tokens of the whole update over all cohorts and processes,
-    or a configured constant; the same in every call of that update.
+    denominator: of the whole update over all cohorts and processes (see `weigh`), or a configured
+    constant; the same in every call of that update. weights [N]: what a token's cost counts; None: 1.
 
-    loss = sum(max(-A * ratio, -A * clamp(ratio, 1 - clip_low, 1 + clip_high)) + kl_coefficient * k3)
+    loss = sum(weight * (max(-A * ratio, -A * clamp(ratio, 1 - clip_low, 1 + clip_high)) + kl_coefficient * k3))
     / denominator, with ratio = exp(logp - old_logp), k3 = exp(d) - d - 1, d = reference_logp - logp.
 
     Returned: the loss, a float64 scalar (arithmetic is float64 inside; the gradient of a float32
@@ -112,17 +136,16 @@ def grpo_loss(
         constant = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     # Two selections: the inner one keeps an infinite exp, whose backward is 0 * inf, out of the graph.
     policy = torch.where(live, -advantages * torch.where(live, log_ratio, 0.0).exp(), constant)
-    total = policy.sum()
-    kl_sum = torch.zeros((), dtype=torch.float64, device=logp.device)
+    cost, kl = policy, torch.zeros_like(policy)
     if reference_logp is not None:
         difference = reference_logp.detach().double() - logp.double()
-        kl_sum = (torch.expm1(difference) - difference).sum()
+        kl = torch.expm1(difference) - difference
         if kl_coefficient != 0.0:
-            total = total + kl_coefficient * kl_sum
-    loss = total / denominator
+            cost = cost + kl_coefficient * kl
+    loss = (cost if weights is None else weights * cost).sum() / denominator
     changed = (log_ratio != 0).sum()
     # One transfer to the host for all metrics.
-    rows = [loss, ratio.sum(), ratio.min(), ratio.max(), changed, low.sum(), high.sum(), kl_sum]
+    rows = [loss, ratio.sum(), ratio.min(), ratio.max(), changed, low.sum(), high.sum(), kl.sum()]
     numbers = torch.stack(rows).detach().tolist()
     counts = [int(number) for number in numbers[4:7]]
     return loss, LossMetrics(logp.numel(), *numbers[:4], *counts, numbers[7])

@@ -85,7 +85,7 @@ class Trainer:
                    for index in range(self.config.rollout.cohorts)]
         rolled = time.perf_counter() - began
         advantages = self.advantages(cohorts)
-        batches = make_batches(cohorts, advantages)
+        batches = make_batches(cohorts, advantages, self.config.learner.mask_truncated)
         if self.config.run.from_logs is None:
             for batch, cohort in zip(batches, cohorts, strict=True):
                 write_cohort(cohort, batch.advantages,
@@ -117,12 +117,20 @@ class Trainer:
         return {f"eval/{name}": value for name, value in summary.items()}
 
 
-def make_batches(cohorts: Sequence[Cohort], advantages: Advantages) -> list[Batch]:
-    """Cut the step's advantages back into cohorts."""
+def make_batches(cohorts: Sequence[Cohort], advantages: Advantages, mask_truncated: bool = False) -> list[Batch]:
+    """Cut the step's advantages back into cohorts.
+
+    mask_truncated: samples that the engine ended by length are left out of training, so of loss and
+    denominator. Whatever their last token is, that decides: it may be a stop id of another tool. Their
+    rewards have counted in `advantages` like any other, as mask_truncated_completions of TRL has it.
+    """
     batches, at = [], 0
     for index, cohort in enumerate(cohorts):
-        stop = at + len(cohort.log.completions)
-        batches.append(Batch(index, cohort.log, advantages.values[at:stop], advantages.scored[at:stop]))
+        completions = cohort.log.completions
+        stop = at + len(completions)
+        trained = tuple(scored and not (mask_truncated and completion.finish_reason == "length")
+                        for scored, completion in zip(advantages.scored[at:stop], completions, strict=True))
+        batches.append(Batch(index, cohort.log, advantages.values[at:stop], trained))
         at = stop
     return batches
 

@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 
@@ -22,6 +23,37 @@ def test_epsilon_is_added_to_the_deviation():
 def test_none_subtracts_the_mean_and_divides_by_nothing():
     result = group_advantages([1, 0, 0, 0, 4, 0, 0, 0], [7] * 4 + [8] * 4, "none")
     assert result.values == (0.75, -0.25, -0.25, -0.25, 3.0, -1.0, -1.0, -1.0)
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    """[1,0,0,0]: 1 - 0, 0 - 1/3. [4,1]: 4 - 1, 1 - 4. [3,1,1]: 3 - 1, 1 - 2; nothing is divided."""
+    result = group_advantages([1, 0, 0, 0, 4, 1, 3, 1, 1], [0] * 4 + [1] * 2 + [2] * 3, "leave-one-out")
+    assert result.values[:4] == (1.0, -1 / 3, -1 / 3, -1 / 3)
+    assert result.values[4:] == (3.0, -3.0, 2.0, -1.0, -1.0)
+    assert result.within_group_std == group_advantages([1, 0, 0, 0, 4, 1, 3, 1, 1], "aaaabbccc").within_group_std
+
+
+def test_leave_one_out_counts_scored_samples_only():
+    """Others of the sample with 2.0: 0.0 and 1.0, not the unscored ones."""
+    result = group_advantages([2.0, None, 0.0, math.nan, 1.0], [0] * 5, "leave-one-out")
+    assert result.values == (1.5, 0.0, -1.5, 0.0, 0.0) and result.scored == (True, False, True, False, True)
+    alone = group_advantages([None, 3.0, math.nan, 7.0], [0, 0, 0, 1], "leave-one-out")
+    assert alone.values == (0.0,) * 4 and (alone.groups, alone.zero_variance) == (2, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leave_one_out_against_its_definition(seed):
+    """Any number of samples, members in any order; equal rewards exactly 0, the sum of a group 0."""
+    generator = random.Random(seed)
+    rewards = [generator.choice((None, 0.1, 0.7, generator.uniform(-3, 9))) for _ in range(generator.randint(1, 12))]
+    values = group_advantages(rewards, [0] * len(rewards), "leave-one-out").values
+    scored = [r for r in rewards if r is not None]
+    for index, reward in enumerate(rewards):
+        others = [r for i, r in enumerate(rewards) if i != index and r is not None]
+        wanted = 0.0 if reward is None or not others else reward - math.fsum(others) / len(others)
+        assert values[index] == pytest.approx(wanted, abs=1e-14)
+    assert math.fsum(values) == pytest.approx(0.0, abs=1e-13)
+    assert len(set(scored)) != 1 or set(values) == {0.0}
 
 
 def test_unscored_rewards_are_left_out_and_zero_is_a_reward():
@@ -68,7 +100,7 @@ def test_order_of_members_does_not_change_bits():
     "arguments, word",
     [
         (([1.0], [0, 0]), "groups"),
-        (([1.0, 2.0], [0, 0], "batch"), "normalise"),
+        (([1.0, 2.0], [0, 0], "batch"), "advantage is 'batch': use one of group, none, leave-one-out"),
         (([math.inf, 1.0], [0, 0]), "rewards[0]"),
     ],
 )

@@ -37,6 +37,8 @@ def test_defaults_with_model_and_task_are_a_configuration():
         (RolloutOptions, "group_size", 8.0, "integer"),
         (RolloutOptions, "group_size", True, "integer"),
         (RolloutOptions, "prompts_per_step", 30, "multiple of rollout.cohorts = 4"),
+        (RolloutOptions, "group_size", 10**9, "32,000,000,000 samples, at most 1,048,576"),
+        (RolloutOptions, "max_new_tokens", 10**9, "256,000,000,000 tokens, at most 17,179,869,184"),
         (RolloutOptions, "cohorts", 0, "at least 1"),
         (RolloutOptions, "max_new_tokens", 0, "at least 1"),
         (RolloutOptions, "stop", ("a", ""), "empty"),
@@ -53,10 +55,11 @@ def test_defaults_with_model_and_task_are_a_configuration():
         (LearnerOptions, "clip_high", -0.1, "at least 0"),
         (LearnerOptions, "min_ratio", 2.0, "[0, 1]"),
         (LearnerOptions, "denominator", 0.0, "above 0"),
-        (LearnerOptions, "denominator", "samples", "tokens"),
+        (LearnerOptions, "denominator", "samples", "sequences"),
+        (LearnerOptions, "mask_truncated", "length", "true or false"),
         (LearnerOptions, "kl_coefficient", 0.1, "learner.reference"),
         (LearnerOptions, "reference", "", "initial"),
-        (LearnerOptions, "advantage", "batch", '"group", "none"'),
+        (LearnerOptions, "advantage", "batch", '"group", "none", "leave-one-out"'),
         (LearnerOptions, "epochs", 0, "at least 1"),
         (LearnerOptions, "micro_batch_sequences", 0, "at least 1"),
         (LearnerOptions, "audit_every", 0, "at least 1"),
@@ -116,6 +119,8 @@ def test_training_from_logs_needs_no_data():
 
 def test_allowed_edges():
     LearnerOptions(learning_rate=0.0, clip_norm=math.inf, denominator=512.0, clip_low=0.0, clip_high=0.0)
+    LearnerOptions(denominator="sequences", advantage="leave-one-out", mask_truncated=True)
+    RolloutOptions(group_size=2**15, prompts_per_step=32, max_new_tokens=2**14)
     LearnerOptions(kl_coefficient=0.1, reference="initial", warmup_steps=500)
     replace(GIVEN["model"], device="cuda:1", dtype="bfloat16")
     RolloutOptions(group_size=2, prompts_per_step=4, cohorts=4, temperature=1)

@@ -89,6 +89,9 @@ def test_bad_overrides_are_refused_with_field_and_remedy(override, parts):
         ("data.schedule", "rollout.schedule or learner.schedule"),
         ("learner.lr", "learner.learning_rate"),
         ("rollout.num_generations", "rollout.group_size"),
+        ("learner.mask_truncated_completions", "learner.mask_truncated"),
+        ("learner.loss_agg_mode", "learner.denominator"),
+        ("algorithm.adv_estimator", "learner.advantage"),
         ("run.steps.x", "run.steps"),
     ],
 )
@@ -194,7 +197,8 @@ OTHER = {
     "learner.dense_dtype": "float32", "learner.recompute": "true", "run.rollout_only": "true", "model.device": "cuda",
     "rollout.prompts_per_step": "40", "rollout.cohorts": "8", "learner.updates_per_rollout": "2",
     "learner.audit_cohorts": "2", "learner.kl_coefficient": "0.5", "learner.clip_low": "0.5",
-    "learner.min_ratio": "0.5", "rollout.capacity.max_rows": "300", "run.trackers": "wandb", "rollout.stop": "x",
+    "learner.min_ratio": "0.5", "learner.mask_truncated": "true", "rollout.capacity.max_rows": "300", "run.trackers": "wandb",
+    "rollout.stop": "x",
 }  # fmt: skip
 
 

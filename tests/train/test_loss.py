@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from train.loss import NO_TOKENS, grpo_loss, usable
+from train.loss import NO_TOKENS, grpo_loss, usable, weigh
 
 F64 = torch.float64
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
@@ -190,3 +190,80 @@ def test_no_tokens_give_zero_with_a_graph():
 def test_impossible_denominators_are_refused(denominator):
     with pytest.raises(ValueError, match="denominator"):
         grpo_loss(tensor([-1.0]), tensor([-1.0]), tensor([1.0]), **CLIP, denominator=denominator)
+
+
+# ---- denominators ----
+
+CHOSEN = torch.tensor([True, True, True, True, False, False, True, False])
+STARTS = (0, 1, 5, 6, 8)  # sequences of 1, 4, 1 and 2 tokens, of which 1, 3, 0 and 1 are trained
+
+
+def test_weights_by_hand():
+    weights, counted = weigh(CHOSEN, STARTS, "sequences")
+    assert (weights.tolist(), counted) == ([1, 1 / 3, 1 / 3, 1 / 3, 0, 0, 1, 0], 3)
+    for denominator in ("tokens", 512.0):
+        weights, counted = weigh(CHOSEN, STARTS, denominator)
+        assert (weights.tolist(), counted, weights.dtype) == (CHOSEN.double().tolist(), 5, F64)
+    for denominator in ("tokens", "sequences"):
+        assert weigh(torch.zeros(3, dtype=torch.bool), (0, 2, 3), denominator)[1] == 0
+        assert weigh(torch.zeros(0, dtype=torch.bool), (0,), denominator)[1] == 0
+
+
+def test_sequence_mean_by_hand():
+    """On policy a token costs -A. Sequences of 1 token with A = 2, of 3 with A = -1 and of 1 with A = 5:
+    token means -2, 1 and -5, their mean -2; the token mean would be (-2 + 3 - 5) / 5."""
+    logp = torch.zeros(5, requires_grad=True)
+    advantages = tensor([2.0, -1.0, -1.0, -1.0, 5.0])
+    for denominator, wanted in (("sequences", -2.0), ("tokens", -0.8)):
+        weights, counted = weigh(CHOSEN, STARTS, denominator)
+        loss, _ = grpo_loss(logp, logp.detach(), advantages, **CLIP, denominator=counted, weights=weights[CHOSEN])
+        assert loss.item() == pytest.approx(wanted, abs=1e-15)
+    weights, counted = weigh(CHOSEN, STARTS, "sequences")
+    loss, _ = grpo_loss(logp, logp.detach(), advantages, **CLIP, denominator=counted, weights=weights[CHOSEN])
+    loss.backward()
+    assert logp.grad.tolist() == pytest.approx([-2 / 3, 1 / 9, 1 / 9, 1 / 9, -5 / 3], abs=1e-7)
+
+
+def test_weights_count_the_penalty_too():
+    """k3 = 1 - ln 2 at each token: its sequence mean is that, whatever the lengths; metrics stay sums."""
+    logp, reference = torch.zeros(5, dtype=F64), torch.full((5,), math.log(2), dtype=F64)
+    weights, counted = weigh(CHOSEN, STARTS, "sequences")
+    loss, metrics = grpo_loss(
+        logp, logp, torch.zeros(5), **CLIP, denominator=counted, weights=weights[CHOSEN],
+        reference_logp=reference, kl_coefficient=0.5)  # fmt: skip
+    assert loss.item() == pytest.approx(0.5 * (1 - math.log(2)), abs=1e-15)
+    assert metrics.kl_sum == pytest.approx(5 * (1 - math.log(2)), abs=1e-14) and metrics.tokens == 5
+
+
+@pytest.mark.parametrize("denominator", ["tokens", "sequences"])
+def test_no_split_and_no_order_of_sequences_changes_a_gradient(denominator):
+    """Weights from the cohort, denominator from all: every token's gradient has the same bits in
+    any micro-batch, in any order of cohorts and beside masked sequences."""
+    lengths = (1, 7, 2, 11, 3, 6)
+    parts = [tokens(count, seed) for seed, count in enumerate(lengths)]
+    total = sum(lengths) if denominator == "tokens" else len(lengths)
+
+    def gradients(order, masked):
+        """Each cohort is two sequences; masked adds a third that is left out. Micro-batches of one sequence."""
+        found, counts = {}, 0
+        for at in range(0, len(order), 2):
+            cohort = [*order[at:at + 2], *([0] if masked else [])]
+            chosen = torch.cat([torch.full((lengths[i],), place < 2) for place, i in enumerate(cohort)])
+            starts = [0, *torch.tensor([lengths[i] for i in cohort]).cumsum(0).tolist()]
+            weights, counted = weigh(chosen, starts, denominator)
+            counts += counted
+            for place, i in enumerate(cohort[:2]):
+                x = parts[i][0].clone().requires_grad_()
+                grpo_loss(x, *parts[i][1:3], **CLIP, denominator=total, weights=weights[starts[place]:starts[place + 1]],
+                          reference_logp=parts[i][3], kl_coefficient=0.1)[0].backward()
+                found[i] = x.grad
+        assert counts == total
+        return torch.cat([found[i] for i in range(len(lengths))])
+
+    whole = torch.cat([part[0] for part in parts]).requires_grad_()
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    weights, counted = weigh(torch.ones(sum(lengths), dtype=torch.bool), starts, denominator)
+    grpo_loss(whole, *(torch.cat([part[k] for part in parts]) for k in (1, 2)), **CLIP, denominator=counted,
+              weights=weights, reference_logp=torch.cat([part[3] for part in parts]), kl_coefficient=0.1)[0].backward()
+    for order, masked in (((0, 1, 2, 3, 4, 5), False), ((5, 0, 3, 1, 4, 2), False), ((2, 5, 1, 0, 4, 3), True)):
+        assert torch.equal(gradients(order, masked), whole.grad)
