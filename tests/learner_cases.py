@@ -55,3 +55,13 @@ def make_batches(learner: Learner, step: int = 1, advantages=ADVANTAGES, **log) 
     return [Batch(cohort, make_log(learner.model, cohort, step, count=len(advantages), **log),
                   tuple(advantages), (True,) * len(advantages))
             for cohort in range(learner.config.rollout.cohorts)]
+
+
+def captured_gradient(learner, batches, step=1):
+    """The gradient that the optimizer receives, before clipping."""
+    found = []
+    take = learner.optimizer.step
+    learner.optimizer.step = lambda gradient, lr: found.append(gradient.clone()) or take(gradient, lr)
+    metrics = learner.step(batches, step)
+    learner.optimizer.step = take
+    return found, metrics
