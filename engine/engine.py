@@ -7,13 +7,15 @@ that a log can be written and the run replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import lcm
 
 from torch import Tensor
 
 from engine import groups, sampler
+from engine.clock import Clock, Seconds
 from engine.gate import GateState
-from engine.plan import Capacity, Event, Pass, Readout, padded
+from engine.plan import Capacity, Event, Pass, Readout
 from engine.runner import Runner
 from engine.sampler import Sampling, is_word64, sample
 from engine.schedule import Schedule, parse_schedule
@@ -22,6 +24,7 @@ from engine.stopping import Stopper
 from models.config import ModelConfig
 from models.looped import LoopedLM
 from models.numerics import dtype_name, fingerprint
+from models.rule import padded
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Request:
     example: str = ""
     group: int = 0
     sample: int = 0
+
+    @property
+    def cells(self) -> int:
+        """Most cells at a loop that it can come to: the last token of a full response is never run."""
+        return len(self.prompt) + self.max_new_tokens - 1
 
 
 @dataclass(frozen=True)
@@ -70,27 +78,31 @@ class Rollout:
 
     header: everything else that decides the bits, as plain values (`docs/schedule-log.md`).
     peak_catch_up: most older cells that one span ran for a newer position.
+    seconds: where the wall time went; no part of what the run is, so it is never compared or logged.
     """
 
     completions: tuple[Completion, ...]
     events: tuple[Event, ...]
     header: dict
     peak_catch_up: int
+    seconds: Seconds = field(compare=False, repr=False)
 
 
 class Engine:
     """Generates under a schedule and returns the schedule that it executed.
 
     Example: `Engine(model, "exit:2").generate([Request((1, 5), 16, uid=7)], Sampling())`.
-    decode: token ids -> text, needed only for stop strings.
+    decode: token ids -> text, needed only for stop strings. synchronise: on a GPU, wait at the
+    end of each phase, so that `Rollout.seconds` tells them apart (and the run takes longer).
     """
 
     def __init__(self, model: LoopedLM, schedule: str = "dense", capacity: Capacity | None = None, *,
-                 decode: Callable[[Sequence[int]], str] | None = None):
+                 decode: Callable[[Sequence[int]], str] | None = None, synchronise: bool = False):
         self.model = model
         self.schedule: Schedule = parse_schedule(schedule, model.config.loops)
-        self.capacity = capacity or Capacity()
+        self.capacity = by_rule(capacity or Capacity(), model)
         self.decode = decode
+        self.synchronise = synchronise
 
     def generate(self, requests: Sequence[Request], sampling: Sampling,
                  on_finish: Callable[[Completion], None] | None = None) -> Rollout:
@@ -101,7 +113,8 @@ class Engine:
         run.runner.cache.check_integrity()
         run.scheduler.check_integrity()
         done = tuple(run.completions[number] for number in range(len(requests)))
-        return Rollout(done, tuple(run.events), self.header(sampling), run.scheduler.peak_catch_up)
+        header = run.clock.lap("header", self.header(sampling))
+        return Rollout(done, tuple(run.events), header, run.scheduler.peak_catch_up, run.clock.seconds())
 
     def check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """What `generate` would refuse, without generating. ValueError as there."""
@@ -119,7 +132,8 @@ class Engine:
             "stages": {"prelude": model.config.prelude_layers, "core": model.config.layers,
                        "coda": model.config.coda_layers},
             "vocab": model.config.vocab, "dtype": dtype_name(model.dtype),
-            "profile": model.profile, "numerics": "shapes", "linear": "native",
+            "profile": model.profile, "numerics": model.numerics, "linear": model.linear,
+            "rule": {} if model.rule is None else dict(vars(model.rule)),
             "attention": model.kernel, "fingerprint": fingerprint(model.device),
             "seed": sampling.seed, "temperature": sampling.temperature, "greedy": sampling.greedy,
             "top_k": sampling.top_k, "top_p": sampling.top_p,
@@ -134,6 +148,7 @@ class _Run:
     meets another policy version."""
 
     def __init__(self, engine: Engine, requests: Sequence[Request], sampling: Sampling, on_finish):
+        self.clock = Clock(engine.model.device, synchronise=engine.synchronise)
         self.engine, self.sampling, self.on_finish = engine, sampling, on_finish
         self.requests = list(requests)
         self.runner = Runner(engine.model, engine.capacity)
@@ -154,19 +169,22 @@ class _Run:
             self.responses.append([])
             self.logprobs.append([])
             self.depths.append([])
+        self.clock.lap("start")
 
     def step(self) -> None:
-        """One pass: plan, run, read out and sample, commit."""
+        """One pass: plan, run, read out and sample, commit. `lap` only watches."""
+        lap = self.clock.lap
         self.admit()
-        plan = self.scheduler.plan()
-        hidden = self.runner.run(plan.spans, self.input_tokens(plan))
-        readouts = self.decide(plan, hidden)
+        plan = lap("plan", self.scheduler.plan())
+        hidden = lap("passes", self.runner.run(plan.spans, self.input_tokens(plan)))
+        readouts = lap("gate", self.decide(plan, hidden))
         self.commit(plan, readouts, self.draw(readouts, hidden))
+        self.clock.end_pass()
 
     def admit(self) -> None:
         while self.scheduler.can_admit():
             event = self.scheduler.admit()
-            self.runner.admit(event.sequence)
+            self.runner.admit(event.sequence, self.requests[event.sequence].cells)
             self.events.append(event)
 
     def input_tokens(self, plan: Plan) -> list[int]:
@@ -193,11 +211,11 @@ class _Run:
     def draw(self, readouts: tuple[Readout, ...], hidden: Tensor) -> list[tuple[int, float]]:
         if not readouts:
             return []
-        logits = self.runner.read_out(hidden[[r.row for r in readouts]])
+        logits = self.clock.lap("head", self.runner.read_out(hidden[[r.row for r in readouts]]))
         ids, logprobs = sample(logits, self.sampling,
                                [self.requests[r.sequence].uid for r in readouts],
                                [r.position for r in readouts])
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return self.clock.lap("sampling", list(zip(ids.tolist(), logprobs.tolist(), strict=True)))
 
     def commit(self, plan: Plan, readouts: tuple[Readout, ...], drawn: list[tuple[int, float]]) -> None:
         capacity = self.engine.capacity
@@ -224,6 +242,15 @@ class _Run:
             tuple(self.depths[number]), reason, response[-1] if reason == "stop" else None)
         if self.on_finish is not None:
             self.on_finish(self.completions[number])
+
+
+def by_rule(capacity: Capacity, model: LoopedLM) -> Capacity:
+    """The capacity with row counts padded as the model's shape rule asks, if it keeps one."""
+    rule = model.rule
+    if rule is None:
+        return capacity
+    return replace(capacity, row_multiple=lcm(capacity.row_multiple, rule.rows),
+                   head_multiple=lcm(capacity.head_multiple, rule.head_rows))
 
 
 def _check(requests: Sequence[Request], sampling: Sampling, model: LoopedLM) -> None:

@@ -1,7 +1,10 @@
-"""Rows of a pass and its attention groups, derived from the spans alone.
+"""Rows of a pass and its attention groups, derived from spans and page tables alone.
 
 Shapes decide bits, so this derivation has a version that the log names: replay groups as
 the rollout did. Integers and numpy, no torch.
+
+Without a shape rule a span is one attention call or part of one. Under a rule
+(`models/rule.py`) a span is cut into pieces whose key length is a function of their positions.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-VERSION = 1
+from models.rule import Rule, padded, pieces
+
+VERSION = 2
 
 
 class Rows(NamedTuple):
@@ -22,16 +27,33 @@ class Rows(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Spans that share one attention call, padded to the same query and key counts.
+    """Pieces that share one attention call, padded to the same query and key counts.
 
-    queries: int64 [G, Q] row of each padded query (a short span repeats its last row).
+    queries: int64 [G, Q] row of each padded query (a short piece repeats its last row).
     pages: int64 [G, P] page ids (a short plane repeats its first page).
-    mask: bool [G, 1, Q, P * page_size], True = attend.
+    mask: bool [G, 1, Q, S], True = attend; S <= P * page_size.
+    in_place: G = 1 and the S keys lie adjacent from the first page on.
     """
 
     queries: np.ndarray
     pages: np.ndarray
     mask: np.ndarray
+    in_place: bool
+
+
+class Layout(NamedTuple):
+    """How planes lie and how they may be read.
+
+    table: int64 [slots, T, pages] page ids by plane. room: int64 [slots, T], positions of a plane
+    that lie adjacent. page_size: positions of a page. rule: the shape rule, or None. in_place_from:
+    fewest keys for which a plane is read where it lies instead of being gathered; None: never.
+    """
+
+    table: np.ndarray
+    room: np.ndarray
+    page_size: int
+    rule: Rule | None = None
+    in_place_from: int | None = None
 
 
 def span_table(spans, slots) -> np.ndarray:
@@ -47,49 +69,64 @@ def row_arrays(spans: np.ndarray) -> Rows:
     return Rows(np.repeat(spans[:, 0], counts), np.repeat(spans[:, 1], counts), position)
 
 
-def buckets(spans: np.ndarray) -> list[list[int]]:
-    """Lines of a span table by group, in order: like query counts (1, 2-4, 5-16, 17-64, ...)
-    and like key counts (1-64, 65-128, 129-256, ...).
-
-    A group costs a handful of calls a layer, whatever its size, so few wide classes beat a
-    tight fit: one more padded query row costs far less than a row of the linear layers.
-    """
-    found: dict[tuple[int, int], list[int]] = {}
-    for index, (_, _, start, stop) in enumerate(spans.tolist()):
-        key = (((stop - start - 1).bit_length() + 1) // 2, ((stop - 1) // 64).bit_length())
-        found.setdefault(key, []).append(index)
-    return [found[key] for key in sorted(found)]
-
-
-def attention_groups(spans: np.ndarray, table: np.ndarray,
-                     page_size: int) -> tuple[list[Group], np.ndarray]:
+def attention_groups(spans: np.ndarray, layout: Layout) -> tuple[list[Group], np.ndarray]:
     """The groups of a pass in order, and where their outputs lie.
 
-    spans: a span table. table: int64 [slots, T, pages] page ids by plane.
-    Returns also places: int64 [R], of each row of the pass in the [sum of G * Q] outputs of all
-    groups, laid end to end.
+    spans: a span table. Returns also places: int64 [R], of each row of the pass in the
+    [sum of G * Q] outputs of all groups, laid end to end.
     """
-    counts = spans[:, 3] - spans[:, 2]
-    first = np.cumsum(counts) - counts
-    groups, places, base = [], np.empty(int(counts.sum()), dtype=np.int64), 0
-    for members in buckets(spans):
-        group = _group(spans[members], first[members], table, page_size)
-        real = np.arange(group.queries.shape[1]) < counts[members][:, None]
+    cut, keys, first = _pieces(spans, layout)
+    groups, places, base = [], np.empty(int((cut[:, 3] - cut[:, 2]).sum()), dtype=np.int64), 0
+    for members, in_place in buckets(cut, keys, layout):
+        group = _group(cut[members], keys[members], first[members], layout, in_place)
+        real = np.arange(group.queries.shape[1]) < (cut[members, 3] - cut[members, 2])[:, None]
         places[group.queries[real]] = base + np.flatnonzero(real)
         groups.append(group)
         base += group.queries.size
     return groups, places
 
 
-def _group(spans: np.ndarray, first: np.ndarray, table: np.ndarray, page_size: int) -> Group:
-    slot, loop, start, stop = spans.T
-    count = stop - start
-    plane_pages = -(-stop // page_size)
-    width, most = int(count.max()), int(plane_pages.max())
-    place = np.arange(width)
-    local = np.minimum(place[None], count[:, None] - 1)
+def _pieces(spans: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans cut as the rule says: a span table, the keys of each piece, and its first row."""
+    cut, keys = spans, -(-spans[:, 3] // layout.page_size) * layout.page_size
+    if layout.rule is not None:
+        found = [(slot, loop, low, high, count) for slot, loop, start, stop in spans.tolist()
+                 for low, high, count in pieces(start, stop, layout.rule.query_block)]
+        cut, keys = np.split(np.array(found, dtype=np.int64), [4], 1)
+        keys = keys[:, 0]
+    counts = cut[:, 3] - cut[:, 2]
+    return cut, keys, np.cumsum(counts) - counts
+
+
+def buckets(cut: np.ndarray, keys: np.ndarray, layout: Layout) -> list[tuple[list[int], bool]]:
+    """Pieces by group, in order, and whether a group is read in place.
+
+    A piece whose plane is long and adjacent is a group of its own. The others share one with those of
+    like query counts (1, 2-4, 5-16, 17-64, ...) and like key counts (1-64, 65-128, 129-256, ...;
+    under a rule, equal ones). A group costs a handful of calls a layer, whatever its size, so few wide
+    classes beat a tight fit: one more padded query row costs far less than a row of the linear layers.
+    """
+    found: dict[tuple[int, int, int], list[int]] = {}
+    least = layout.in_place_from
+    adjacent = (keys <= layout.room[cut[:, 0], cut[:, 1] - 1]).tolist()
+    for index, (count, length) in enumerate(zip((cut[:, 3] - cut[:, 2]).tolist(), keys.tolist(), strict=True)):
+        alone = least is not None and length >= least and adjacent[index]
+        kind = length if layout.rule is not None else ((int(cut[index, 3]) - 1) // 64).bit_length()
+        key = (((count - 1).bit_length() + 1) // 2, kind, index + 1 if alone else 0)
+        found.setdefault(key, []).append(index)
+    return [(found[key], key[2] > 0) for key in sorted(found)]
+
+
+def _group(cut: np.ndarray, keys: np.ndarray, first: np.ndarray, layout: Layout, in_place: bool) -> Group:
+    slot, loop, start, stop = cut.T
+    count, size = stop - start, layout.page_size
+    plane_pages = -(-stop // size)
+    width, most = int(count.max()), int(keys.max())
+    if layout.rule is not None:
+        width = padded(width, layout.rule.queries)
+    local = np.minimum(np.arange(width)[None], count[:, None] - 1)
     queries = first[:, None] + local
-    page = np.where(np.arange(most)[None] < plane_pages[:, None], np.arange(most)[None], 0)
-    pages = table[slot[:, None], loop[:, None] - 1, page]
-    mask = np.arange(most * page_size) <= (start[:, None] + local)[:, :, None]
-    return Group(queries, pages, mask[:, None])
+    index = np.arange(-(-most // size))[None]
+    pages = layout.table[slot[:, None], loop[:, None] - 1, np.where(index < plane_pages[:, None], index, 0)]
+    mask = np.arange(most) <= (start[:, None] + local)[:, :, None]
+    return Group(queries, pages, mask[:, None], in_place)

@@ -99,7 +99,3 @@ class Capacity:
         """Pages that `positions` cells at each of `loops` loops take."""
         return loops * -(-positions // self.page_size)
 
-
-def padded(rows: int, multiple: int) -> int:
-    """`rows` rounded up to a multiple."""
-    return -(-rows // multiple) * multiple

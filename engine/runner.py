@@ -15,25 +15,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.groups import attention_groups, row_arrays, span_table
+from engine.groups import Group, Layout, attention_groups, row_arrays, span_table
 from engine.kv import PagedCache
-from engine.plan import Capacity, Span, padded
+from engine.plan import Capacity, Span
 from models.attention import attention
 from models.looped import LoopedLM
+from models.rule import padded
+
+
+# Elements of a plane's keys from which a call of its own, reading in place, is cheaper than a copy.
+IN_PLACE_FROM = 2**15
 
 
 class Runner:
-    """A model, its cache, and the two operations of a pass: run spans, read rows out."""
+    """A model, its cache, and the two operations of a pass: run spans, read rows out.
+
+    keys_in_place, keys_gathered: keys that attention read where they lie, and as a copy (of one
+    layer, padding included).
+    """
 
     def __init__(self, model: LoopedLM, capacity: Capacity):
         self.model = model
         self.capacity = capacity
         self.version = model.version
         self.cache = PagedCache(model, capacity)
+        cells, place = model.config.kv_heads * model.config.head_dim, model.device.type == "cpu" and model.kernel == "sdpa"
+        self.layout = Layout(self.cache.table, self.cache.room, capacity.page_size, model.rule,
+                             -(-IN_PLACE_FROM // cells) if place else None)
+        self.keys_in_place = self.keys_gathered = 0
 
-    def admit(self, sequence: int) -> None:
-        """Make room for a sequence."""
-        self.cache.admit(sequence)
+    def admit(self, sequence: int, positions: int) -> None:
+        """Make room for a sequence of at most `positions` cells at a loop."""
+        self.cache.admit(sequence, positions)
 
     def release(self, sequence: int) -> None:
         """Forget a sequence."""
@@ -64,8 +77,9 @@ class Runner:
             x = torch.cat((x, x[-1:].expand(more, -1)))
             positions = torch.cat((positions, positions[-1:].expand(more)))
         cos, sin = self.model.rotary(positions, int(rows.position.max()))
-        groups, places = attention_groups(table, cache.table, size)
-        groups = [tuple(self._tensor(array) for array in group) for group in groups]
+        groups, places = attention_groups(table, self.layout)
+        self._count_keys(groups)
+        groups = [self._on_device(group) for group in groups]
         places = self._tensor(np.pad(places, (0, more), mode="edge"))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,12 +107,25 @@ class Runner:
         keys, values = cache.keys[layer], cache.values[layer]
         keys.view(-1, *k.shape[1:]).index_copy_(0, cell, k[:real])
         values.view(-1, *v.shape[1:]).index_copy_(0, cell, v[:real])
-        for queries, pages, mask in groups:
+        for queries, plane, mask in groups:
             q_g = q.index_select(0, queries.view(-1)).view(*queries.shape, *q.shape[1:])
-            k_g, v_g = (_gather(store, pages) for store in (keys, values))
+            k_g, v_g = (_plane(store, plane, mask.shape[-1]) for store in (keys, values))
             mixed = attention(q_g.transpose(1, 2), k_g, v_g, mask, self.model.kernel)
             found.append(mixed.transpose(1, 2).flatten(0, 1))
         return torch.cat(found).index_select(0, places)
+
+    def _on_device(self, group: Group) -> tuple[Tensor, Tensor | int, Tensor]:
+        """Queries, the pages (or the first cell of a plane that is read in place), and the mask."""
+        plane = (int(group.pages[0, 0]) * self.capacity.page_size if group.in_place
+                 else self._tensor(group.pages))
+        return self._tensor(group.queries), plane, self._tensor(group.mask)
+
+    def _count_keys(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if group.in_place:
+                self.keys_in_place += group.mask.shape[-1]
+            else:
+                self.keys_gathered += group.mask.shape[0] * group.mask.shape[-1]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device)
@@ -113,11 +140,14 @@ class Runner:
         return self.model.readout(hidden)[:count]
 
 
-def _gather(store: Tensor, pages: Tensor) -> Tensor:
-    """Pages [G, P] of one layer [pages, page_size, K, D] as keys or values [G, K, S, D].
+def _plane(store: Tensor, plane: Tensor | int, keys: int) -> Tensor:
+    """Keys or values [G, K, S, D] out of one layer [pages, page_size, K, D].
 
+    plane: the first cell of S adjacent ones (a view, G = 1), or pages [G, P], which are copied.
     Whole pages as rows: index_select copies each in one piece; indexing goes value by value
     and takes three times as long.
     """
-    found = store.flatten(1).index_select(0, pages.view(-1))
-    return found.view(pages.shape[0], -1, *store.shape[2:]).transpose(1, 2)
+    if isinstance(plane, int):
+        return store.flatten(0, 1)[plane:plane + keys].transpose(0, 1)[None]
+    found = store.flatten(1).index_select(0, plane.view(-1))
+    return found.view(plane.shape[0], -1, *store.shape[2:])[:, :keys].transpose(1, 2)

@@ -36,6 +36,8 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         size = q.shape[2]
         mask = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    # One memory layout, whatever the caller's: kernels choose by strides, and so would bits.
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     lowest = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(
         ~mask, torch.finfo(q.dtype).min)

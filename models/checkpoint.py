@@ -19,6 +19,7 @@ from torch import Tensor
 
 from models import ouro
 from models.config import ModelConfig
+from models.linear import choose_linear
 from models.looped import LoopedLM
 from models.numerics import dtype_name, dtype_of
 
@@ -39,13 +40,15 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def load_model(path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu",
-               profile: str = "hf") -> LoopedLM:
+               profile: str = "hf", linear: str = "native") -> LoopedLM:
     """Load a published or saved model folder in `dtype` on `device`.
 
-    Errors: ValueError naming the folder, file, field or tensor that is at fault.
+    linear: `native`, `packed` or `auto` (`models.linear.choose_linear`). Errors: ValueError
+    naming the folder, file, field or tensor that is at fault.
     """
     kind = dtype_of(dtype)
     config = read_config(path)
+    linear = choose_linear(linear, kind, device, config.hidden * config.heads * config.head_dim)
     wanted = ouro.tensor_names(config)
     places = check_tensors(path, config)
     weights: dict[str, Tensor] = {}
@@ -55,7 +58,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str | torch.
                 if places[official] == place:
                     stored = file.get_tensor(official)
                     weights[name] = torch.empty(stored.shape, dtype=kind, device=device).copy_(stored)
-    return LoopedLM(config, weights, profile=profile)
+    return LoopedLM(config, weights, profile=profile, linear=linear)
 
 
 def check_tensors(path: str | Path, config: ModelConfig) -> dict[str, Path]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.attention import attention
 from models.looped import LoopedLM
+from models.rule import Rule, key_length, padded, pieces
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,27 @@ class Packed:
         positions: int64 [R] position of each row in its sequence.
         starts: first row of each sequence, plus R at the end.
         groups: per padded attention group (rows int64 [rows of the group], slots int64 of the
-            same shape in a [G * S] buffer, G, S). Sequences of like length share a group, so
-            padding at most doubles the work.
+            same shape in a [G * S] buffer, G, S, longest length). Sequences of like length share a
+            group, so padding at most doubles the work.
+        rule: the shape rule that S obeys, or None.
     """
 
     ids: Tensor
     positions: Tensor
     starts: tuple[int, ...]
-    groups: tuple[tuple[Tensor, Tensor, int, int], ...]
+    groups: tuple[tuple[Tensor, Tensor, int, int, int], ...]
+    rule: Rule | None
 
 
-def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> Packed:
-    """Pack token sequences (each non-empty). The layout depends on their lengths only."""
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """x [R, ...] with its last row repeated until R is a multiple of `multiple`."""
+    more = -x.shape[0] % multiple
+    return torch.cat((x, x[-1:].expand(more, *x.shape[1:]))) if more else x
+
+
+def pack(sequences: Sequence[Sequence[int]], model: LoopedLM) -> Packed:
+    """Pack token sequences (each non-empty). The layout depends on their lengths and the rule only."""
+    device, rule = model.device, model.rule
     lengths = [len(s) for s in sequences]
     if not lengths or min(lengths) < 1:
         raise ValueError("sequences: at least one is needed and none may be empty")
@@ -51,14 +61,15 @@ def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> Packed:
     groups = []
     for bucket in sorted(buckets):
         members = buckets[bucket]
-        size = max(lengths[i] for i in members)
+        longest = max(lengths[i] for i in members)
+        size = longest if rule is None else key_length(longest)
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in members])
         slots = torch.cat([torch.arange(lengths[i]) + place * size
                            for place, i in enumerate(members)])
-        groups.append((rows.to(device), slots.to(device), len(members), size))
+        groups.append((rows.to(device), slots.to(device), len(members), size, longest))
     ids = torch.tensor([token for s in sequences for token in s], dtype=torch.int64)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return Packed(ids.to(device), positions.to(device), tuple(starts), tuple(groups))
+    return Packed(ids.to(device), positions.to(device), tuple(starts), tuple(groups), rule)
 
 
 def dense_forward(model: LoopedLM, packed: Packed, depth: int, *,
@@ -81,15 +92,22 @@ def dense_forward(model: LoopedLM, packed: Packed, depth: int, *,
     if highest >= model.config.max_positions:
         raise ValueError(f"a sequence has {highest + 1} tokens, more than max_positions = "
                          f"{model.config.max_positions} of the model")
-    cos, sin = model.rotary(packed.positions, highest)
+    count, rule = packed.starts[-1], model.rule
+    if packed.rule != rule:
+        raise AssertionError(f"packed under the shape rule {packed.rule}, the model keeps {rule}")
+    ids, positions = ((packed.ids, packed.positions) if rule is None else
+                      (pad_rows(packed.ids, rule.rows), pad_rows(packed.positions, rule.rows)))
+    cos, sin = model.rotary(positions, highest)
+    more = len(ids) - count
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attend_packed(packed, q, k, v, model.kernel)
+        mixed = _attend_packed(packed, q[:count], k[:count], v[:count], model)
+        return torch.cat((mixed, mixed.new_zeros(more, *mixed.shape[1:]))) if more else mixed
 
     def one_loop(x: Tensor, own: Mapping[str, Tensor] | None) -> Tensor:
         return model.loop(x, cos, sin, attend, own)
 
-    x = model.embed(packed.ids, weights() if weights else None)
+    x = model.embed(ids, weights() if weights else None)
     states = []
     for _ in range(depth):
         own = weights() if weights else None
@@ -97,25 +115,44 @@ def dense_forward(model: LoopedLM, packed: Packed, depth: int, *,
             x = checkpoint(one_loop, x, own, use_reentrant=False, preserve_rng_state=False)
         else:
             x = one_loop(x, own)
-        states.append(x)
+        states.append(x[:count])
     return states
 
 
-def _attend_packed(packed: Packed, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+def _attend_packed(packed: Packed, q: Tensor, k: Tensor, v: Tensor, model: LoopedLM) -> Tensor:
     out = None
-    for rows, slots, count, size in packed.groups:
+    for rows, slots, count, size, longest in packed.groups:
         whole = len(packed.groups) == 1
 
-        def padded(x: Tensor, rows=rows, slots=slots, count=count, size=size, whole=whole) -> Tensor:
+        def grouped(x: Tensor, rows=rows, slots=slots, count=count, size=size, whole=whole) -> Tensor:
             # Index copy into zeros: padding is finite and backward is a plain gather.
             buffer = x.new_zeros(count * size, *x.shape[1:])
             buffer = buffer.index_copy(0, slots, x if whole else x[rows])
             return buffer.view(count, size, *x.shape[1:]).transpose(1, 2)
 
-        mixed = attention(padded(q), padded(k), padded(v), None, kernel)
+        if model.rule is None:
+            mixed = attention(grouped(q), grouped(k), grouped(v), None, model.kernel)
+        else:
+            mixed = _attend_by_rule(grouped(q), grouped(k), grouped(v), longest, model)
         mixed = mixed.transpose(1, 2).reshape(count * size, *q.shape[1:])[slots]
         if whole:
             return mixed
         out = torch.zeros_like(q) if out is None else out
         out = out.index_copy(0, rows, mixed)
     return out
+
+
+def _attend_by_rule(q: Tensor, k: Tensor, v: Tensor, longest: int, model: LoopedLM) -> Tensor:
+    """Causal attention [G, A, S, D] of the first `longest` positions, in the calls of the shape rule.
+
+    Each call sees no more keys than its queries need, so this costs no more than a causal kernel.
+    """
+    rule, found = model.rule, []
+    for start, stop, keys in pieces(0, longest, rule.query_block):
+        place = torch.arange(start, start + padded(stop - start, rule.queries), device=q.device)
+        place = place.clamp(max=stop - 1)
+        mask = (torch.arange(keys, device=q.device) <= place[:, None])[None, None].expand(len(q), -1, -1, -1)
+        mixed = attention(q[:, :, place], k[:, :, :keys], v[:, :, :keys], mask, model.kernel)
+        found.append(mixed[:, :, :stop - start])
+    rest = q.shape[2] - longest
+    return torch.cat((*found, found[-1].new_zeros(*q.shape[:2], rest, q.shape[3])), 2)

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.linear import KINDS, linear, pack
 from models.numerics import dtype_name, dtype_of, wide
 from models.rotary import Rotary
 from models.rounding import add_norm, attention_kernel, check_profile, rms_norm, rotate, swiglu
+from models.rule import Rule
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [R, A, D], k [R, K, D], v [R, K, D]) -> [R, A, D]; k is already rotated."""
@@ -44,10 +46,15 @@ class LoopedLM:
             "head" is there for a tied model too.
         version: policy version, the number of optimizer steps behind these weights.
         kernel: attention kernel, `eager` or `sdpa`.
+        linear: linear operator, `native` or `packed` (`models/linear.py`).
+        packed: packed copies of the stack's matrices and of the wide head, under the same names;
+            empty for `native`.
+        rule: the canonical shape rule that this model keeps (numerics `invariant`), or None
+            (`shapes`); set by `models/invariance.py`, before the first pass.
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], *, profile: str = "hf",
-                 version: int = 0):
+                 linear: str = "native", version: int = 0):
         shapes = config.weight_shapes()
         if set(weights) != set(shapes):
             raise AssertionError(f"weights do not match the config: {set(weights) ^ set(shapes)}")
@@ -64,6 +71,23 @@ class LoopedLM:
         self.rotary = Rotary(config.head_dim, config.rope_theta, self.device)
         self.wide = {name: weight.detach().to(wide(self.dtype))
                      for name, weight in self._wide_sources().items()}
+        if linear not in KINDS:
+            raise AssertionError(f"linear operator {linear!r} is none of {KINDS}")
+        self.linear = linear
+        self.packed = self._pack()
+        self.rule: Rule | None = None
+
+    @property
+    def numerics(self) -> str:
+        """`invariant` while a shape rule is kept, else `shapes`."""
+        return "shapes" if self.rule is None else "invariant"
+
+    def _pack(self) -> dict[str, Tensor]:
+        if self.linear == "native":
+            return {}
+        stack = {name: weight for name, weight in self.weights.items()
+                 if name.startswith("core.") and weight.dim() == 2}
+        return {name: pack(weight) for name, weight in {**stack, "head": self.wide["head"]}.items()}
 
     def _check_weight(self, name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
         if tuple(weight.shape) != shape or not weight.is_contiguous():
@@ -83,7 +107,7 @@ class LoopedLM:
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the compute copy by one cast of `weights` (masters) and name its version.
 
-        Storage addresses stay, those of the wide copies too. Errors: RuntimeError when a
+        Storage addresses stay, those of the wide copies too; packed copies are made anew. Errors: RuntimeError when a
         tensor is missing, unknown or mis-shaped, before anything is written.
         """
         unknown = sorted(set(weights) - set(self.weights))
@@ -100,6 +124,8 @@ class LoopedLM:
             for name, source in self._wide_sources().items():
                 if self.wide[name].data_ptr() != source.data_ptr():  # the same tensor in float32
                     self.wide[name].copy_(source)
+            self.packed.clear()  # before the new ones are made: two sets need not fit
+            self.packed = self._pack()
         self.version = version
 
     def digest(self) -> str:
@@ -114,7 +140,11 @@ class LoopedLM:
         return total.hexdigest()
 
     # The three verbs. `weights` replaces the compute copy when the dense forward needs a
-    # graph; it holds the same values.
+    # graph; it holds the same values (packed copies are multiplied with either way).
+
+    def _product(self, x: Tensor, name: str, weight: Tensor) -> Tensor:
+        block = None if self.rule is None else (self.rule.head_block if name == "head" else self.rule.row_block)
+        return linear(x, weight, self.packed.get(name), block)
 
     def embed(self, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Token ids [R] int64 -> hidden states before loop 1 [R, H]."""
@@ -137,15 +167,19 @@ class LoopedLM:
         config, profile, eps, at = self.config, self.profile, self.config.rms_eps, f"core.{layer}."
         rows = x.shape[0]
         y = rms_norm(x, w[at + "norm_attn_in"], eps, profile)
-        q = F.linear(y, w[at + "q"]).view(rows, config.heads, config.head_dim)
-        k = F.linear(y, w[at + "k"]).view(rows, config.kv_heads, config.head_dim)
-        v = F.linear(y, w[at + "v"]).view(rows, config.kv_heads, config.head_dim)
+
+        def product(x: Tensor, name: str) -> Tensor:
+            return self._product(x, at + name, w[at + name])
+
+        q = product(y, "q").view(rows, config.heads, config.head_dim)
+        k = product(y, "k").view(rows, config.kv_heads, config.head_dim)
+        v = product(y, "v").view(rows, config.kv_heads, config.head_dim)
         mixed = attend(layer, rotate(q, cos, sin, profile), rotate(k, cos, sin, profile), v)
-        mixed = F.linear(mixed.reshape(rows, -1), w[at + "o"])
+        mixed = product(mixed.reshape(rows, -1), "o")
         x = add_norm(x, mixed, w[at + "norm_attn_out"], eps, profile)
         y = rms_norm(x, w[at + "norm_mlp_in"], eps, profile)
-        y = swiglu(F.linear(y, w[at + "gate"]), F.linear(y, w[at + "up"]), profile)
-        y = F.linear(y, w[at + "down"])
+        y = swiglu(product(y, "gate"), product(y, "up"), profile)
+        y = product(y, "down")
         return add_norm(x, y, w[at + "norm_mlp_out"], eps, profile)
 
     def readout(self, h: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -156,7 +190,7 @@ class LoopedLM:
         """
         w = self.wide if weights is None else weights
         kind = wide(self.dtype)
-        return F.linear(h.to(kind), w["head" if "head" in w else "embed"].to(kind))
+        return self._product(h.to(kind), "head", w["head" if "head" in w else "embed"].to(kind))
 
     def gate(self, h: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Exit-gate logits [N] of hidden states [N, H], float32 (float64 for float64).

@@ -3,8 +3,8 @@
 Prints sizes and, over a text, what each loop knows: entropy, how often its most likely token is
 already that of the last loop, and where the exit gate would leave. `--out` writes the tensors of
 one text: `hidden` [T, S, H] in the model's dtype, and in float32 (float64 for a float64 model)
-`logits` [T, S, V], `gate` [T, S] after the sigmoid, `exit_pdf` [S, T]. Without a text only the
-headers of the weight files are read.
+`logits` [T, S, V], `gate` [T, S] after the sigmoid, `exit_pdf` [S, T]; `--plot` draws the table.
+Without a text only the headers of the weight files are read.
 
 Shape letters: T loops, S tokens of one text, H hidden, V vocabulary.
 """
@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from models.checkpoint import check_tensors, load_model, read_config
@@ -29,9 +28,11 @@ from models.cli import run_cli
 from models.config import ModelConfig
 from models.dense import dense_forward, pack
 from models.exits import exit_cdf, exit_distribution, exit_loop
+from models.files import check_output, check_picture, is_special, replacing
 from models.logprob import entropy
 from models.looped import LoopedLM
 from models.numerics import DTYPES, configure, dtype_of, wide
+from models.probe_plot import plot
 from models.rounding import PROFILES
 
 THRESHOLDS = (0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_tensors(options.model, config)
     texts = _texts(options, config)
     out = _check_out(options.out, texts, options.data)
+    picture = _check_plot(options.plot, texts)
     print("\n".join(facts(config, dtype, options)))
     if not texts:
         return 0
@@ -88,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measure(model, text.ids, kept)
         totals = found if totals is None else totals + found
     print("\n".join(table(totals, len(texts))))
+    if picture:
+        shares = (value / totals.tokens for value in (totals.entropy, totals.agreeing, totals.exits))
+        plot(picture, f"{options.model}: {heading(totals, len(texts))}", *(share.tolist() for share in shares))
+        print(f"wrote {picture}")
     if out:
         _write(kept, out)
         print(f"wrote {out}: " + ", ".join(f"{name} {list(value.shape)}" for name, value in kept.items()))
@@ -101,7 +107,7 @@ def measure(model: LoopedLM, ids: Sequence[int], kept: dict[str, Tensor] | None 
     """
     config, loops, size = model.config, model.config.loops, len(ids)
     with torch.no_grad():
-        states = dense_forward(model, pack([ids], model.device), loops)
+        states = dense_forward(model, pack([ids], model), loops)
         gates = torch.stack([model.gate(h) for h in states])
         pdf = exit_distribution(gates, wide(model.dtype))
         logits = None if kept is None else torch.empty(loops, size, config.vocab, dtype=wide(model.dtype))
@@ -143,10 +149,15 @@ def facts(config: ModelConfig, dtype: torch.dtype, options: argparse.Namespace) 
     return [f"{name:<11}{value}" for name, value in rows]
 
 
+def heading(totals: LoopTotals, texts: int) -> str:
+    """How much was run."""
+    return f"{texts} text{'s' * (texts != 1)}, {totals.tokens:,} tokens"
+
+
 def table(totals: LoopTotals, texts: int) -> list[str]:
     """What each loop knows, and where the gate would leave."""
     loops, tokens = len(totals.entropy), totals.tokens
-    lines = ["", f"{texts} text{'s' * (texts != 1)}, {tokens:,} tokens", "",
+    lines = ["", heading(totals, texts), "",
              f"loop  entropy (nats)  top-1 as at loop {loops}  exit probability"]
     for loop in range(loops):
         lines.append(f"{loop + 1:>4}  {totals.entropy[loop] / tokens:>14.4f}  "
@@ -170,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", default="hf", choices=PROFILES, help="rounding profile (default hf)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--out", metavar="FILE.safetensors", help="write hidden, logits, gate and exit_pdf of the text")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the table: .png, .svg or .pdf")
     return parser
 
 
@@ -235,21 +247,24 @@ def _check_out(out: str | None, texts: list[Text], data: str | None) -> Path | N
         return None
     if data is not None or not texts:
         raise ValueError(f"--out {out!r}: writes the tensors of one text; give it by --tokens or --text")
-    path = Path(out)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"--out {out!r}: must name a file in a folder that exists")
-    return path
+    return check_output(out, "--out")
+
+
+def _check_plot(plot: str | None, texts: list[Text]) -> Path | None:
+    if plot is not None and not texts:
+        raise ValueError(f"--plot {plot!r}: draws what each loop knows over a text; give one by --tokens, --text or --data")
+    return None if plot is None else check_picture(plot, "--plot")
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(tensors, partial)
-        os.replace(partial, path)
+        if is_special(path):
+            path.write_bytes(save(tensors))
+            return
+        with replacing(path) as partial:
+            save_file(tensors, partial)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"--out {str(path)!r}: cannot be written: {error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ FIELDS: dict[str, Check] = {
     "dtype": _one_of(*DTYPES),
     "profile": _one_of(*PROFILES),
     "numerics": TEXT, "linear": TEXT, "attention": TEXT,
+    "rule": ("an object of integers: the shape rule, or none", lambda value: isinstance(value, dict) and all(
+        is_integer(entry, 1) for entry in value.values())),
     "fingerprint": ("an object of texts and integers", lambda value: isinstance(value, dict) and all(
         _is_text(entry) or is_integer(entry) for entry in value.values())),
     "seed": NATURAL,

@@ -23,7 +23,7 @@ from engine.plan import Admit, Event, Finish, Pass, Readout, Span
 from rollout.header import check_header, check_keys, is_integer
 
 MAGIC = b"REPRISE\n"
-FORMAT = 1
+FORMAT = 2
 PREFIX = struct.Struct("<8sIQ")  # magic, format version, length of the JSON part
 DIGEST_BYTES = 32
 

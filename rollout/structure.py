@@ -10,14 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine import groups, sampler
-from engine.plan import Admit, Capacity, Finish, Pass, Readout, padded
+from engine.plan import Admit, Capacity, Finish, Pass, Readout
 from engine.sampler import Sampling
 from engine.schedule import Schedule, parse_schedule
 from engine.scheduler import Scheduler
+from models.linear import KINDS
+from models.rule import Rule, padded
 from rollout.log import ScheduleLog, read_log
 
 DERIVED = {"groups": groups.VERSION, "sampler": sampler.VERSION}
-ONLY = {"numerics": "shapes", "linear": "native", "catch_up": "lazy", "derived": DERIVED}
+ONLY = {"catch_up": "lazy", "derived": DERIVED}
 
 
 def read_checked(path: str | Path) -> ScheduleLog:
@@ -36,6 +38,9 @@ def check_structure(log: ScheduleLog) -> None:
     for name, only in ONLY.items():
         if header[name] != only:
             raise RuntimeError(f"header: {name} = {header[name]!r} is unknown; this program has {only!r}")
+    if header["linear"] not in KINDS:
+        raise RuntimeError(f"header: linear = {header['linear']!r} is unknown; this program has {', '.join(KINDS)}")
+    _check_rule(header)
     try:
         schedule, capacity = parse_schedule(header["schedule"], header["loops"]), Capacity(**header["capacity"])
         scheduler = Scheduler(schedule, capacity, header["seed"])
@@ -54,6 +59,23 @@ def check_structure(log: ScheduleLog) -> None:
             raise RuntimeError(f"sequences {first[completion.request.uid]} and {number} have the same uid")
     check_events(log)
     check_plan(log, scheduler)
+
+
+def _check_rule(header: dict) -> None:
+    """The shape rule belongs to numerics `invariant` and must be kept by the padded row counts."""
+    numerics, rule = header["numerics"], header["rule"]
+    if numerics not in ("shapes", "invariant") or (numerics == "invariant") != bool(rule):
+        raise RuntimeError(f"header: numerics = {numerics!r} does not go with rule = {rule!r}")
+    if not rule:
+        return
+    try:
+        found = Rule(**rule)
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"header: {error}") from None
+    for name, multiple in (("row_multiple", found.rows), ("head_multiple", found.head_rows)):
+        if header["capacity"][name] % multiple:
+            raise RuntimeError(f"header: capacity {name} = {header['capacity'][name]} breaks the shape rule, which "
+                               f"pads to multiples of {multiple}")
 
 
 def _check_sequence(log: ScheduleLog, number: int, schedule: Schedule) -> None:

@@ -32,7 +32,7 @@ class Expected:
 @torch.no_grad()
 def dense_states(model: LoopedLM, tokens: list[int]) -> torch.Tensor:
     """Hidden states [T, S, H] of one sequence after every loop."""
-    return torch.stack(dense_forward(model, pack([tokens], model.device), model.config.loops))
+    return torch.stack(dense_forward(model, pack([tokens], model), model.config.loops))
 
 
 @torch.no_grad()

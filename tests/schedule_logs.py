@@ -37,7 +37,7 @@ def take_apart(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     return described, arrays
 
 
-def put_together(described: dict, arrays: dict[str, np.ndarray], version: int = 1) -> bytes:
+def put_together(described: dict, arrays: dict[str, np.ndarray], version: int = 2) -> bytes:
     """The bytes of a log, with counts and digest as if it had been written so."""
     described["arrays"] = [[name, array.dtype.str.replace("|", "<"), len(array)] for name, array in arrays.items()]
     text = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()

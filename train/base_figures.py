@@ -75,7 +75,7 @@ def respond(model: LoopedLM, tokenizer: Tokenizer, steps: Sequence[Step], sampli
         seen[step] += 1
     going, depths = list(range(len(steps))), []
     for _ in range(MAX_NEW_TOKENS):
-        packed = pack([sequences[i] for i in going], model.device)
+        packed = pack([sequences[i] for i in going], model)
         last = torch.tensor(packed.starts[1:], device=model.device) - 1
         hidden, chosen = _read_rows(model, packed, last, read)
         ids, _ = sample(model.readout(hidden), sampling, [uids[i] for i in going],

@@ -42,7 +42,7 @@ def dense_logprobs(model: LoopedLM, completions: Sequence[Completion], temperatu
     chunk: tokens whose logits exist at once.
     """
     # The last token of a response is read out, never an input.
-    packed = pack([c.request.prompt + c.token_ids[:-1] for c in completions], model.device)
+    packed = pack([c.request.prompt + c.token_ids[:-1] for c in completions], model)
     depth = max(max(c.exit_depths) for c in completions)
     states = dense_forward(model, packed, depth, weights=weights, recompute=recompute)
     hidden = _read_rows(states, packed.starts, completions)

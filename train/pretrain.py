@@ -170,7 +170,7 @@ def make_batch(step: int, options: PretrainOptions, tokenizer: Tokenizer, held_o
 def batch_loss(model: LoopedLM, weights: Mapping[str, Tensor], batch: Batch, options: PretrainOptions,
                ) -> tuple[Tensor, dict]:
     """`exit_weighted_loss` of a batch, with a graph that leads to `weights`."""
-    packed = pack(batch.sequences, model.device)
+    packed = pack(batch.sequences, model)
     states = [state[batch.rows] for state in dense_forward(model, packed, model.config.loops, weights=lambda: weights)]
     logprobs = torch.stack([token_logprob(model.readout(state, weights), batch.targets, 1.0) for state in states])
     gates = torch.stack([model.gate(state, weights) for state in states])

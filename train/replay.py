@@ -68,7 +68,9 @@ def check_contract(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = Tr
     config = model.config
     here = {"family": config.family, "loops": config.loops, "vocab": config.vocab,
             "stages": {"prelude": config.prelude_layers, "core": config.layers, "coda": config.coda_layers},
-            "dtype": dtype_name(model.dtype), "profile": model.profile, "attention": model.kernel}
+            "dtype": dtype_name(model.dtype), "profile": model.profile, "attention": model.kernel,
+            "linear": model.linear, "numerics": model.numerics,
+            "rule": {} if model.rule is None else dict(vars(model.rule))}
     for name, value in here.items():
         if header[name] != value:
             raise RuntimeError(f"the log was made with {name} = {header[name]!r}, the model has "
@@ -100,7 +102,7 @@ def replay(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True,
     redrawing = Redraw(log, runner, place) if redraw else None
     for event in log.events:
         if isinstance(event, Admit):
-            runner.admit(event.sequence)
+            runner.admit(event.sequence, log.completions[event.sequence].request.cells)
         elif isinstance(event, Pass):
             inputs = [token for number, loop, start, stop in event.spans if loop == 1
                       for token in tokens[number][start:stop]]

@@ -130,7 +130,7 @@ def test_weights_off_a_16_byte_boundary_in_the_file_get_aligned_storage(tmp_path
         assert weight.data_ptr() % 16 == 0 and weight.is_contiguous(), name
         storages.add(weight.untyped_storage().data_ptr())
     assert len(storages) == len(loaded.weights), "each weight owns its storage"
-    for a, b in zip(*(dense_forward(m, pack([tokens(9)], m.device), 3) for m in (right, loaded)), strict=True):
+    for a, b in zip(*(dense_forward(m, pack([tokens(9)], m), 3) for m in (right, loaded)), strict=True):
         assert torch.equal(a, b)
 
 

@@ -11,7 +11,7 @@ from models.ouro import tensor_names, to_json
 
 
 def states(model, sequences, depth=None, **options):
-    return dense_forward(model, pack(sequences, model.device), depth or model.config.loops, **options)
+    return dense_forward(model, pack(sequences, model), depth or model.config.loops, **options)
 
 
 # ---- values ----
@@ -92,11 +92,11 @@ def test_packed_sequences_equal_single_ones(lengths):
 
 def test_packing_by_hand():
     """Lengths 1 | 3, 4 | 6 fall into padded groups of 1, 4 and 6; rows are never padded."""
-    packed = pack([[5], [1, 2, 3], [9, 8, 7, 6], [4] * 6], torch.device("cpu"))
+    packed = pack([[5], [1, 2, 3], [9, 8, 7, 6], [4] * 6], tiny_model())
     assert packed.ids.tolist() == [5, 1, 2, 3, 9, 8, 7, 6, 4, 4, 4, 4, 4, 4]
     assert packed.positions.tolist() == [0, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
     assert packed.starts == (0, 1, 4, 8, 14)
-    assert [(rows.tolist(), slots.tolist(), count, size) for rows, slots, count, size in packed.groups] == [
+    assert [(rows.tolist(), slots.tolist(), count, size) for rows, slots, count, size, _ in packed.groups] == [
         ([0], [0], 1, 1),
         ([1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 5, 6, 7], 2, 4),
         ([8, 9, 10, 11, 12, 13], [0, 1, 2, 3, 4, 5], 1, 6)]
@@ -119,7 +119,7 @@ def test_later_tokens_do_not_reach_earlier_rows():
 @pytest.mark.parametrize("sequences", [[], [[1, 2], []]])
 def test_nothing_to_pack_is_refused(sequences):
     with pytest.raises(ValueError, match="none may be empty"):
-        pack(sequences, torch.device("cpu"))
+        pack(sequences, tiny_model())
 
 
 def test_too_long_or_too_deep_is_refused():
@@ -129,7 +129,7 @@ def test_too_long_or_too_deep_is_refused():
     states(model, [[1] * 64], depth=1)
     for depth in (0, 4):
         with pytest.raises(ValueError, match=rf"depth = {depth} must be in 1\.\.3"):
-            dense_forward(model, pack([[1]], model.device), depth)
+            dense_forward(model, pack([[1]], model), depth)
 
 
 # ---- gradient ----

@@ -42,7 +42,7 @@ def tolerances():
 def run(model, ids, depth=LOOPS):
     """hidden [T, S, H], logits [T, S, V], gate logits [T, S] of one prompt."""
     with torch.no_grad():
-        states = dense_forward(model, pack([ids.tolist()], model.device), depth)
+        states = dense_forward(model, pack([ids.tolist()], model), depth)
         return {"hidden": torch.stack(states), "logits": torch.stack([model.readout(h) for h in states]),
                 "gate_logit": torch.stack([model.gate(h) for h in states])}
 

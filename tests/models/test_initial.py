@@ -39,5 +39,5 @@ def test_scales(dtype):
     for name, fan_in in (("core.0.q", 64), ("core.1.down", 256), ("core.0.up", 64)):
         assert model.weights[name].float().std().item() == pytest.approx(fan_in ** -0.5, rel=0.1)
     assert (model.weights["norm"] == 1).all() and (model.weights["exit_gate.bias"] == 0).all()
-    logits = model.readout(dense_forward(model, pack([tokens(50, 512)], model.device), 3)[-1])
+    logits = model.readout(dense_forward(model, pack([tokens(50, 512)], model), 3)[-1])
     assert entropy(logits).mean().item() > math.log(512) - 0.3, "first predictions are near uniform"

@@ -204,4 +204,4 @@ def test_rows_of_different_loops_may_share_a_call():
     second = model.loop(first, cos, sin, attend)
     mixed = model.loop(torch.cat((model.embed(ids), first)), torch.cat((cos, cos)), torch.cat((sin, sin)), attend)
     assert torch.allclose(mixed, torch.cat((first, second)), atol=1e-13)
-    assert torch.allclose(second, dense_forward(model, pack([ids.tolist()], model.device), 2)[1], atol=1e-13)
+    assert torch.allclose(second, dense_forward(model, pack([ids.tolist()], model), 2)[1], atol=1e-13)

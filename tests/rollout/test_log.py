@@ -14,6 +14,7 @@ from schedule_logs import SCHEDULES, forge, put_together, rollout_log, take_apar
 
 from engine import Capacity, groups
 from engine.plan import Pass, Span
+from models.rule import key_length, pieces
 from rollout.header import FIELDS
 from rollout.log import ARRAYS, MAGIC, decode, encode, read_log, write_log
 from rollout.statistics import statistics
@@ -73,7 +74,7 @@ def test_every_truncation_and_extension_is_refused(data):
 def test_what_is_wrong_is_said(data):
     described, arrays = take_apart(data)
     for changed, message in ((b"", "cut short: 0 bytes"), (b"reprise\n" + data[8:], "not a schedule log"),
-                             (put_together(described, arrays, version=2), "format version 2 is unknown"),
+                             (put_together(described, arrays, version=3), "format version 3 is unknown"),
                              (data[:-1], "altered or cut short")):
         with pytest.raises(RuntimeError, match=message):
             decode(changed)
@@ -94,7 +95,7 @@ def set_described(**values):
 
 
 FORGERIES = {
-    "unknown header field": (set_header(top_k=5), "the header has unknown or missing fields: top_k"),
+    "unknown header field": (set_header(top_q=5), "the header has unknown or missing fields: top_q"),
     "missing header field": (lambda d, a: d["header"].pop("seed"), "unknown or missing fields: seed"),
     "unknown field": (set_described(note="x"), "the JSON part has unknown or missing fields: note"),
     "unknown sequence field": (lambda d, a: d["sequence_fields"].append("mood"), "unknown sequence fields"),
@@ -265,9 +266,16 @@ def test_the_document_lists_every_array():
 
 
 
-def test_the_groups_of_version_1_are_those_of_the_document():
+def test_the_groups_of_version_2_are_those_of_the_document():
     """Shapes decide bits: whoever changes the grouping raises its version, here and in the document."""
-    assert groups.VERSION == 1 and "(`groups`: 1," in DOCUMENT.read_text(encoding="utf-8")
+    assert groups.VERSION == 2 and "(`groups`: 2," in DOCUMENT.read_text(encoding="utf-8")
     ends = [(1, 1), (4, 64), (5, 64), (2, 65), (1, 64), (16, 64), (17, 64), (3, 129), (1, 256), (64, 64)]
     spans = np.array([(0, 1, stop - n, stop) for n, stop in ends])
-    assert groups.buckets(spans) == [[0, 4], [8], [1], [3], [7], [2, 5], [6, 9]]
+    keys = -(-spans[:, 3] // 16) * 16
+    layout = groups.Layout(np.zeros((1, 1, 99), dtype=np.int64), np.array([[200]]), 16)
+    assert [found for found, _ in groups.buckets(spans, keys, layout)] == [[0, 4], [8], [1], [3], [7], [2, 5], [6, 9]]
+    layout = layout._replace(in_place_from=80)
+    assert groups.buckets(spans, keys, layout)[3:5] == [([3], True), ([7], True)]
+    assert [key_length(count) for count in (1, 64, 65, 193, 256, 257, 385, 512, 513, 1025, 2048)] == [
+        64, 64, 128, 256, 256, 384, 512, 512, 768, 1536, 2048]
+    assert pieces(60, 75, 8) == [(60, 64, 64), (64, 72, 128), (72, 75, 128)]

@@ -8,7 +8,8 @@ import pytest
 from schedule_logs import SCHEDULES, SMALL, forge, rollout_log, take_apart
 
 from engine import Capacity
-from engine.plan import Finish, Pass, padded
+from engine.plan import Finish, Pass
+from models.rule import padded
 from rollout.log import decode, encode, write_log
 from rollout.structure import check_events, check_structure, read_checked
 
@@ -231,8 +232,12 @@ FORGERIES = {
     "row padding": (GATE, capacity(row_multiple=2), "padded rows"),
     "head padding": (GATE, capacity(head_multiple=2), "head rows"),
     "more sequences than rows": (GATE, capacity(max_sequences=50), "header: capacity"),
-    "numerics": (GATE, header(numerics="invariant"), "header: numerics = 'invariant' is unknown"),
-    "linear": (GATE, header(linear="packed"), "header: linear"),
+    "numerics": (GATE, header(numerics="invariant"), "header: numerics = 'invariant' does not go with"),
+    "rule": (GATE, header(rule={"rows": 1}), "header: numerics = 'shapes' does not go with"),
+    "half a rule": (GATE, header(numerics="invariant", rule={"rows": 1}), "header: .*row_block"),
+    "rule that is not kept": (GATE, header(numerics="invariant", rule=dict(
+        rows=3, row_block=3, head_rows=1, head_block=1, queries=1, query_block=1)), "row_multiple = 1 breaks"),
+    "linear": (GATE, header(linear="other"), "header: linear"),
     "catch-up": (GATE, header(catch_up="piggyback:3"), "header: catch_up"),
     "derived version": (GATE, lambda d, a: d["header"]["derived"].update(groups=99), "header: derived"),
 }

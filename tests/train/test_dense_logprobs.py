@@ -16,7 +16,7 @@ def by_hand(model, completions, temperature):
     found = []
     for completion in completions:
         ids = [*completion.request.prompt, *completion.token_ids]
-        states = dense_forward(model, pack([ids], model.device), model.config.loops)
+        states = dense_forward(model, pack([ids], model), model.config.loops)
         for index, (token, depth) in enumerate(zip(completion.token_ids, completion.exit_depths, strict=True)):
             row = len(completion.request.prompt) - 1 + index
             logits = model.readout(states[depth - 1][row : row + 1])[0] / temperature
@@ -91,7 +91,7 @@ def test_entropy_is_that_of_the_tempered_distribution():
     log = make_log(model, schedule="dense")
     first = log.completions[0]
     with torch.no_grad():
-        states = dense_forward(model, pack([first.request.prompt], model.device), 3)
+        states = dense_forward(model, pack([first.request.prompt], model), 3)
         p = (model.readout(states[-1][-1:]) / 0.9).softmax(-1)
         found = dense_logprobs(model, log.completions, 0.9).entropy[0]
     assert found.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-12)

@@ -11,7 +11,7 @@ def gradient_of(model, masters, ids):
     """Float32 gradient of a scalar of the dense forward's logits, and the flat buffer."""
     flat = torch.zeros_like(masters.flat)
     masters.collect_into(flat)
-    states = dense_forward(model, pack([ids], model.device), 3, weights=lambda: masters.differentiable(model))
+    states = dense_forward(model, pack([ids], model), 3, weights=lambda: masters.differentiable(model))
     model.readout(states[-1], masters.differentiable(model)).square().mean().backward()
     return masters.layout.views(flat)
 
@@ -60,7 +60,7 @@ def test_gradients_land_in_the_buffer_and_add_up_over_micro_batches():
     flat = torch.zeros_like(masters.flat)
     masters.collect_into(flat)
     for ids in ([1, 2, 3], [4, 5]):
-        states = dense_forward(model, pack([ids], model.device), 3, weights=lambda: masters.differentiable(model))
+        states = dense_forward(model, pack([ids], model), 3, weights=lambda: masters.differentiable(model))
         model.readout(states[-1], masters.differentiable(model)).square().mean().backward()
     for name, view in masters.layout.views(flat).items():
         torch.testing.assert_close(view, one[name] + other[name], rtol=1e-6, atol=1e-9)
