@@ -250,10 +250,10 @@ def _check_out(out: str | None, texts: list[Text], data: str | None) -> Path | N
     return check_output(out, "--out")
 
 
-def _check_plot(plot: str | None, texts: list[Text]) -> Path | None:
-    if plot is not None and not texts:
-        raise ValueError(f"--plot {plot!r}: draws what each loop knows over a text; give one by --tokens, --text or --data")
-    return None if plot is None else check_picture(plot, "--plot")
+def _check_plot(wanted: str | None, texts: list[Text]) -> Path | None:
+    if wanted is not None and not texts:
+        raise ValueError(f"--plot {wanted!r}: draws what each loop knows over a text; give one by --tokens, --text or --data")
+    return None if wanted is None else check_picture(wanted, "--plot")
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:

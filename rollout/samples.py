@@ -11,6 +11,7 @@ from typing import TextIO
 
 from engine.engine import Completion
 from engine.stopping import shown_text
+from models.files import is_special, replacing
 from models.tokenizer import Tokenizer
 from rollout.prompts import Prompt
 
@@ -49,18 +50,15 @@ def write_rows(rows: Sequence[dict], path: str | Path) -> None:
     What is there already and no regular file (/dev/null, a pipe) is written to and never replaced.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
+    if is_special(path):
         with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
             _write_lines(rows, file)
         return
-    path = path.resolve()  # a link stays a link
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+    path.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial, open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
         _write_lines(rows, file)
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(path)
 
 
 def _write_lines(rows: Sequence[dict], file: TextIO) -> None:
