@@ -252,7 +252,8 @@ def _check_out(out: str | None, texts: list[Text], data: str | None) -> Path | N
 
 def _check_plot(wanted: str | None, texts: list[Text]) -> Path | None:
     if wanted is not None and not texts:
-        raise ValueError(f"--plot {wanted!r}: draws what each loop knows over a text; give one by --tokens, --text or --data")
+        raise ValueError(f"--plot {wanted!r}: draws what each loop knows over a text; give one by --tokens, --text or "
+                         "--data")
     return None if wanted is None else check_picture(wanted, "--plot")
 
 

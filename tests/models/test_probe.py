@@ -1,10 +1,12 @@
 """The probe command: facts by hand, tensors against the golden set, refusals in one line."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import tokenizers
@@ -14,6 +16,7 @@ from tiny_models import GOLDEN, tiny_model
 
 from models import probe
 from models.checkpoint import SINGLE, load_model, save_model
+from models.probe_plot import plot
 
 MODEL = str(GOLDEN / "ouro-tiny-a")
 
@@ -164,6 +167,9 @@ def test_facts_alone_read_no_weights(monkeypatch, capsys):
     (["--out", "x.safetensors"], r"--out 'x\.safetensors': writes the tensors of one text"),
     (["--tokens", "3", "--out", "no/such/folder/x"], r"must name a file in a folder that exists"),
     (["--tokens", "3", "--out", "."], r"must name a file in a folder that exists"),
+    (["--plot", "x.png"], r"--plot 'x\.png': draws what each loop knows over a text"),
+    (["--tokens", "3", "--plot", "no/such/folder/x.png"], r"--plot .*must name a file in a folder that exists"),
+    (["--tokens", "3", "--plot", "x.jpeg"], r"--plot 'x\.jpeg': the format '\.jpeg' is not supported; end it in \.png"),
 ])
 def test_bad_requests_are_refused_before_weights_are_read(monkeypatch, argv, message):
     monkeypatch.setattr(probe, "load_model", None)
@@ -218,6 +224,52 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="cannot be written: disk full"):
         probe.main([MODEL, "--tokens", "3", "--out", str(out)])
     assert out.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["p.safetensors"]
+
+
+def test_plot_draws_the_numbers_of_the_table(golden, tmp_path, monkeypatch, capsys):
+    """Three panels, one labelled bar a loop; the text stays what it is without."""
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **kw: figures.append(self) or save(self, *a, **kw))
+    argv = [MODEL, "--tokens", ids_of(golden, 33)]
+    plain = printed(capsys, *argv)
+    out = tmp_path / "p.png"
+    found = printed(capsys, *argv, "--plot", str(out))
+    assert found == plain + f"wrote {out}\n"
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and [p.name for p in tmp_path.iterdir()] == ["p.png"]
+    [figure] = figures
+    assert figure.texts[0].get_text() == f"{MODEL}: 1 text, 33 tokens" and len(figure.axes) == 3
+    for column, (axis, scale, digits) in enumerate(zip(figure.axes, (1, 1, 100), (2, 1, 1), strict=True)):
+        heights = [bar.get_height() for bar in axis.patches]
+        wanted = [row[column] * scale for row in rows(plain)]
+        assert heights == pytest.approx(wanted, abs=0.01)
+        assert [float(text.get_text()) for text in axis.texts] == [round(h, digits) for h in heights]
+
+
+def test_many_loops_are_drawn_without_labels(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **kind: (figures.append(self), path.touch()))
+    plot(tmp_path / "p.svg", "many", [0.0] * 40, [0.5] * 40, [0.025] * 40)
+    assert [len(axis.patches) for axis in figures[0].axes] == [40] * 3
+    assert not any(axis.texts for axis in figures[0].axes)
+
+
+def test_devices_are_written_to_and_stay_devices(golden, tmp_path, capsys):
+    """`--out /dev/null` as root put a regular file in the place of the device."""
+    for option, name in (("--out", "tensors"), ("--plot", "picture")):
+        pipe, whole = tmp_path / f"{name}-pipe", tmp_path / name
+        os.mkfifo(pipe)
+        found = []
+        reader = threading.Thread(target=lambda pipe=pipe, found=found: found.append(pipe.read_bytes()))
+        reader.start()
+        printed(capsys, MODEL, "--tokens", ids_of(golden, 7), option, str(pipe))
+        reader.join()
+        assert pipe.is_fifo()
+        printed(capsys, MODEL, "--tokens", ids_of(golden, 7), option, str(whole))
+        assert found == [whole.read_bytes()]
 
 
 def test_as_a_command_an_error_is_one_line_and_status_2(tmp_path):
