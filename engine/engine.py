@@ -78,6 +78,7 @@ class Rollout:
 
     header: everything else that decides the bits, as plain values (`docs/schedule-log.md`).
     peak_catch_up: most older cells that one span ran for a newer position.
+    keys_in_place, keys_gathered: keys that attention read where they lie, and as a copy (`Runner`).
     seconds: where the wall time went; no part of what the run is, so it is never compared or logged.
     """
 
@@ -85,6 +86,8 @@ class Rollout:
     events: tuple[Event, ...]
     header: dict
     peak_catch_up: int
+    keys_in_place: int
+    keys_gathered: int
     seconds: Seconds = field(compare=False, repr=False)
 
 
@@ -114,7 +117,8 @@ class Engine:
         run.scheduler.check_integrity()
         done = tuple(run.completions[number] for number in range(len(requests)))
         header = run.clock.lap("header", self.header(sampling))
-        return Rollout(done, tuple(run.events), header, run.scheduler.peak_catch_up, run.clock.seconds())
+        return Rollout(done, tuple(run.events), header, run.scheduler.peak_catch_up, run.runner.keys_in_place,
+                       run.runner.keys_gathered, run.clock.seconds())
 
     def check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """What `generate` would refuse, without generating. ValueError as there."""

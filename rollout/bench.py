@@ -10,6 +10,7 @@ to dense       tokens/s over those of dense in the same turn, dense on its faste
 passes/token   passes that a sequence takes part in, for one of its tokens
 rows/pass      rows that share one read of the weights
 catch-up       share of the rows that ran older cells for a newer position; peak: most in one span
+gathered       share of the keys that attention read as a copy, not where they lie
 outside        share of the time outside passes, of which: scheduling, sampling, read-out (head), log
                (header, encoding); the rest is the start of the run
 
@@ -119,7 +120,7 @@ def _models(options: argparse.Namespace, config: ModelConfig, device: torch.devi
     made = make_models(options.model, config, linear=options.linear, numerics=options.numerics,
                        length=options.prompt_tokens + options.new_tokens, dtype=options.dtype, device=device,
                        profile=options.profile)
-    lines = [f"linear {model.linear}, {line}" for model, line in made]
+    lines = [line for _, line in made]
     told = ranks.gather(lines)
     if told is not None:
         other = next((rank for rank, found in enumerate(told) if found != told[0]), None)
@@ -157,7 +158,7 @@ def arms_report(models: Sequence[LoopedLM], schedules: Sequence[str], loads: Seq
 
 HEADING = (f"{'schedule':<26} {'batch':>5} {'linear':<7} {'tokens/s':>9} {'least..most':>16} {'decode':>9} "
            f"{'to dense':>8} {'least..most':>11} {'passes/token':>12} {'rows/pass':>9} {'catch-up':>8} {'peak':>4} "
-           f"{'outside':>7} {'sched':>6} {'sample':>6} {'head':>6} {'log':>6}")
+           f"{'gathered':>8} {'outside':>7} {'sched':>6} {'sample':>6} {'head':>6} {'log':>6}")
 
 
 def line(row: dict) -> str:
@@ -170,7 +171,7 @@ def line(row: dict) -> str:
     return (f"{row['schedule']:<26} {row['batch']:>5} {row['linear'] + mark:<7} {row['tokens_per_s']:>9.1f} {rate:>16} "
             f"{'-' if decode is None else format(decode, '.1f'):>9} {row['ratio_to_dense']:>8.2f} {ratio:>11} "
             f"{row['passes_per_token']:>12.2f} {row['rows_per_pass']:>9.1f} {row['catch_up_share']:>8.1%} "
-            f"{row['peak_catch_up']:>4} {row['outside_share']:>7.1%}{shares}")
+            f"{row['peak_catch_up']:>4} {row['gathered_share']:>8.1%} {row['outside_share']:>7.1%}{shares}")
 
 
 def agreement_line(found: Agreement) -> str:

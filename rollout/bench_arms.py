@@ -88,6 +88,7 @@ class Turn:
         decode_tokens, decode_seconds: those after the pass that read out the last sequence's first
             token (`rollout.statistics.decoding`). decode_passes, decode_ran: passes since then, and
             their own seconds.
+        keys_in_place, keys_gathered: see `Rollout`.
     """
 
     counts: Statistics
@@ -97,6 +98,8 @@ class Turn:
     decode_seconds: float
     decode_passes: int
     decode_ran: float
+    keys_in_place: int
+    keys_gathered: int
 
     @property
     def rate(self) -> float:
@@ -153,7 +156,7 @@ def turn_of(rollout: Rollout) -> Turn:
     passes, tokens = decoding(rollout)
     ends, ran = rollout.seconds.ends, rollout.seconds.ran
     return Turn(statistics(rollout), rollout.seconds, encoding, tokens, ends[-1] - ends[passes - 1],
-                len(ends) - passes, ran[-1] - ran[passes - 1])
+                len(ends) - passes, ran[-1] - ran[passes - 1], rollout.keys_in_place, rollout.keys_gathered)
 
 
 def rows(arms: Sequence[Arm], load: Workload, by_rank: Sequence[Sequence[Sequence[Turn]]]) -> list[dict]:
@@ -196,10 +199,12 @@ def _spread(name: str, values: Sequence[float]) -> Mapping[str, float | None]:
 def _counts(turns: Sequence[Turn], count: int) -> dict[str, float]:
     """Counts over all measured turns and ranks; catch-up rows are those of one turn of all ranks."""
     whole = reduce(add, (turn.counts for turn in turns))
+    gathered = sum(turn.keys_gathered for turn in turns)
     return {"passes_per_token": whole.passes_per_token, "rows_per_pass": whole.rows_per_pass,
             "padded_rows_per_pass": whole.padded_rows / whole.passes,
             "catch_up_rows": whole.catch_up_rows / count, "catch_up_share": whole.catch_up_rows / whole.rows,
-            "peak_catch_up": whole.peak_catch_up}
+            "peak_catch_up": whole.peak_catch_up,
+            "gathered_share": gathered / (gathered + sum(turn.keys_in_place for turn in turns))}
 
 
 def _shares(turns: Sequence[Turn]) -> dict[str, float | dict[str, float]]:

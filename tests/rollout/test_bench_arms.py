@@ -21,7 +21,7 @@ def turn(total, *, decode=1.0, encode=0.0, tokens=8, **phases):
     spent["passes"] = total - sum(phases.values())
     counts = Statistics(sequences=2, prompt_tokens=6, tokens=tokens, passes=10, spans=20, rows=40, padded_rows=160,
                         dense_cells=60, catch_up_rows=6, peak_catch_up=3, depths=(0, 4, 4))
-    return Turn(counts, Seconds(**spent, ends=(), ran=()), encode, tokens - 2, decode, 9, decode)
+    return Turn(counts, Seconds(**spent, ends=(), ran=()), encode, tokens - 2, decode, 9, decode, 30, 10)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,7 @@ def test_a_ratio_is_taken_within_a_turn(model):
     assert (early["decode_tokens_per_s"], early["decode_tokens_per_s_least"]) == (4, 2)
     assert (early["passes_per_token"], early["rows_per_pass"], early["padded_rows_per_pass"]) == (2.5, 4, 16)
     assert (early["catch_up_rows"], early["catch_up_share"], early["peak_catch_up"]) == (6, 6 / 40, 3)
+    assert early["gathered_share"] == 0.25
 
 
 def test_ranks_add_up_within_a_turn(model):
@@ -90,10 +91,13 @@ def test_turns_draw_new_tokens_and_arms_of_a_turn_the_same(model, monkeypatch):
     assert seen == [(text, seed, [2, 3]) for text, seed in (
         ("exit:1", 7), ("dense", 7), ("dense", 7), ("exit:1", 7), ("exit:1", 8), ("dense", 8))]
     assert [len(found) for found in turns] == [2, 2] and last.header["seed"] == 8
+    # 4 to 6 keys lie in one page of 16: 3 loops of 4 tokens of 2 sequences, all in one call, so copied.
+    keys = (0, 3 * 4 * 2 * 16)
     # Dense of 3 loops: the first token after 3 passes; 3 tokens of 2 sequences in 9 passes after that.
     first = turns[0][0]
     assert (first.decode_tokens, first.decode_passes) == (6, 9)
     assert 0 < first.decode_ran < first.decode_seconds < first.seconds.total
+    assert (first.keys_in_place, first.keys_gathered) == (last.keys_in_place, last.keys_gathered) == keys
 
 
 def test_parts_run_as_often_and_as_wide_as_dense_decodes(model, monkeypatch):
