@@ -1,7 +1,7 @@
 """`python -m rollout.bench --model DIR|synthetic:HIDDENxLAYERSxVOCAB`: throughput of schedules.
 
 All arms (each schedule, on each linear operator measured) run in one process, in turns whose order
-rotates. Printed are medians over turns, with the least and the most beside them:
+changes. Printed are medians over turns, with the least and the most beside them:
 
 tokens/s       response tokens over the time of the whole engine run, prompts included
 decode         the same after the pass that read out the last sequence's first token
@@ -225,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
         f"(default: {' '.join(map(str, BATCHES))})")
     add("--prompt-tokens", type=int, default=32, metavar="P", help="tokens of each prompt (default: 32)")
     add("--new-tokens", type=int, default=32, metavar="N", help="tokens of each response (default: 32)")
-    add("--turns", type=int, default=5, metavar="N", help="measured turns; one more warms up (default: 5)")
+    add("--turns", type=int, default=7, metavar="N", help="measured turns; one more warms up (default: 7)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and cache (default: float32)")
     add("--profile", default=PROFILES[0], choices=PROFILES, help=f"rounding profile (default: {PROFILES[0]})")
     add("--numerics", default="auto", choices=MODES, help="how replay keeps its bits (default: auto)")

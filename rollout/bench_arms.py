@@ -1,7 +1,7 @@
 """Arms of a benchmark: engine runs taken in turns, and the figures that come out of them.
 
-Every turn runs each arm once, in an order that rotates from turn to turn, so that a slow moment
-of the machine and whatever an arm leaves in the caches hit all of them. A ratio is taken within
+Every turn runs each arm once, in an order that rotates and turns round, so that a slow moment of
+the machine and whatever an arm leaves in the caches hit all of them. A ratio is taken within
 a turn; figures are medians over turns, with the least and the most beside them. With several
 ranks all of them run the same arm at the same time and their rates are added up.
 """
@@ -124,9 +124,11 @@ def make_arms(models: Sequence[LoopedLM], schedules: Sequence[str], load: Worklo
 
 
 def rotated(items: Sequence, turn: int) -> list:
-    """`items` in their order of a turn: each turn starts with the next one."""
-    first = turn % len(items)
-    return [*items[first:], *items[:first]]
+    """`items` in their order of a turn: every second turn starts with the next one, the turn between
+    runs that order backwards, so that no item always follows the same other one."""
+    first = turn // 2 % len(items)
+    order = [*items[first:], *items[:first]]
+    return order[::-1] if turn % 2 else order
 
 
 def run_turns(arms: Sequence[Arm], load: Workload, ranks: Ranks) -> tuple[list[list[Turn]], Rollout]:

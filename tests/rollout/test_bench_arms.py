@@ -72,9 +72,9 @@ def test_shares_hold_the_encoding_of_the_log(model):
     assert row["outside_share"] == pytest.approx(0.64)
 
 
-def test_every_turn_starts_with_the_next_arm():
-    assert [rotated("abc", turn) for turn in (-1, 0, 1, 2, 3)] == [list(order) for order in (
-        "cab", "abc", "bca", "cab", "abc")]
+def test_orders_rotate_and_turn_round():
+    assert ["".join(rotated("abc", turn)) for turn in range(-1, 6)] == ["bac", "abc", "cba", "bca", "acb", "cab", "bac"]
+    assert ["".join(rotated("ab", turn)) for turn in range(4)] == ["ab", "ba", "ba", "ab"]
 
 
 def test_turns_draw_new_tokens_and_arms_of_a_turn_the_same(model, monkeypatch):
@@ -89,7 +89,7 @@ def test_turns_draw_new_tokens_and_arms_of_a_turn_the_same(model, monkeypatch):
     monkeypatch.setattr(Engine, "generate", recording)
     turns, last = run_turns(make_arms([model], ["dense", "exit:1"], LOAD), LOAD, Ranks(rank=1))
     assert seen == [(text, seed, [2, 3]) for text, seed in (
-        ("exit:1", 7), ("dense", 7), ("dense", 7), ("exit:1", 7), ("exit:1", 8), ("dense", 8))]
+        ("dense", 7), ("exit:1", 7), ("dense", 7), ("exit:1", 7), ("exit:1", 8), ("dense", 8))]
     assert [len(found) for found in turns] == [2, 2] and last.header["seed"] == 8
     # 4 to 6 keys lie in one page of 16: 3 loops of 4 tokens of 2 sequences, all in one call, so copied.
     keys = (0, 3 * 4 * 2 * 16)
