@@ -263,10 +263,11 @@ def test_devices_are_written_to_and_stay_devices(golden, tmp_path, capsys):
         pipe, whole = tmp_path / f"{name}-pipe", tmp_path / name
         os.mkfifo(pipe)
         found = []
-        reader = threading.Thread(target=lambda pipe=pipe, found=found: found.append(pipe.read_bytes()))
+        reader = threading.Thread(target=lambda pipe=pipe, found=found: found.append(pipe.read_bytes()),
+                                  daemon=True)  # nobody writes to a pipe that was replaced
         reader.start()
         printed(capsys, MODEL, "--tokens", ids_of(golden, 7), option, str(pipe))
-        reader.join()
+        reader.join(timeout=20)
         assert pipe.is_fifo()
         printed(capsys, MODEL, "--tokens", ids_of(golden, 7), option, str(whole))
         assert found == [whole.read_bytes()]
