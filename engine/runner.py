@@ -22,7 +22,6 @@ from models.attention import attention
 from models.looped import LoopedLM
 from models.rule import padded
 
-
 # Elements of a plane's keys from which a call of its own, reading in place, is cheaper than a copy.
 IN_PLACE_FROM = 2**15
 
@@ -39,9 +38,11 @@ class Runner:
         self.capacity = capacity
         self.version = model.version
         self.cache = PagedCache(model, capacity)
-        cells, place = model.config.kv_heads * model.config.head_dim, model.device.type == "cpu" and model.kernel == "sdpa"
+        # The eager kernel copies its operands anyway, and a GPU would wait for each call.
+        in_place = model.device.type == "cpu" and model.kernel == "sdpa"
+        width = model.config.kv_heads * model.config.head_dim
         self.layout = Layout(self.cache.table, self.cache.room, capacity.page_size, model.rule,
-                             -(-IN_PLACE_FROM // cells) if place else None)
+                             -(-IN_PLACE_FROM // width) if in_place else None)
         self.keys_in_place = self.keys_gathered = 0
 
     def admit(self, sequence: int, positions: int) -> None:

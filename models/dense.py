@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.attention import attention
+from models.linear import pad_rows
 from models.looped import LoopedLM
 from models.rule import Rule, key_length, padded, pieces
 
@@ -38,12 +39,6 @@ class Packed:
     starts: tuple[int, ...]
     groups: tuple[tuple[Tensor, Tensor, int, int, int], ...]
     rule: Rule | None
-
-
-def pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """x [R, ...] with its last row repeated until R is a multiple of `multiple`."""
-    more = -x.shape[0] % multiple
-    return torch.cat((x, x[-1:].expand(more, *x.shape[1:]))) if more else x
 
 
 def pack(sequences: Sequence[Sequence[int]], model: LoopedLM) -> Packed:

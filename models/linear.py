@@ -63,6 +63,12 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
 
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """x [R, ...] with its last row repeated until R is a multiple of `multiple`."""
+    more = -x.shape[0] % multiple
+    return torch.cat((x, x[-1:].expand(more, *x.shape[1:]))) if more else x
+
+
 def linear(x: Tensor, weight: Tensor, packed: Tensor | None = None, block: int | None = None) -> Tensor:
     """x [R, K] times weight [N, K] transposed -> [R, N].
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.linear import KINDS, linear, pack
+from models.linear import KINDS, linear, pack, pad_rows
 from models.numerics import dtype_name, dtype_of, wide
 from models.rotary import Rotary
 from models.rounding import add_norm, attention_kernel, check_profile, rms_norm, rotate, swiglu
@@ -76,11 +76,18 @@ class LoopedLM:
         self.linear = linear
         self.packed = self._pack()
         self.rule: Rule | None = None
+        self._digest: tuple[tuple, str] | None = None  # weights' addresses and versions, and their digest
 
     @property
     def numerics(self) -> str:
         """`invariant` while a shape rule is kept, else `shapes`."""
         return "shapes" if self.rule is None else "invariant"
+
+    @property
+    def kernels(self) -> dict:
+        """What decides bits beside weights, dtype and profile, as plain values for logs and checkpoints."""
+        return {"numerics": self.numerics, "rule": {} if self.rule is None else dict(vars(self.rule)),
+                "linear": self.linear, "attention": self.kernel}
 
     def _pack(self) -> dict[str, Tensor]:
         if self.linear == "native":
@@ -130,7 +137,17 @@ class LoopedLM:
 
     def digest(self) -> str:
         """sha256 of the function: the config fields that decide it, and name, dtype, shape and
-        bytes of every tensor of the compute copy."""
+        bytes of every tensor of the compute copy.
+
+        Kept while no tensor has been written to, which torch counts in each tensor's version; writing
+        past that counter (`.data`, `.numpy()`) is not seen.
+        """
+        state = tuple((weight.data_ptr(), weight._version) for weight in self.weights.values())
+        if self._digest is None or self._digest[0] != state:
+            self._digest = state, self._hash()
+        return self._digest[1]
+
+    def _hash(self) -> str:
         total = hashlib.sha256()
         total.update(" ".join(f"{name}={getattr(self.config, name)}" for name in FUNCTION_FIELDS).encode())
         for name in sorted(self.weights):
@@ -155,8 +172,11 @@ class LoopedLM:
         """One application of the shared stack: x [R, H] -> [R, H].
 
         cos, sin: float32 [R, 1, D] from `rotary` at the rows' positions. The returned state
-        is normalised; it is what is read out and what the next loop takes.
+        is normalised; it is what is read out and what the next loop takes. Under a shape rule R is
+        a multiple of its `rows`.
         """
+        if self.rule is not None and x.shape[0] % self.rule.rows:
+            raise AssertionError(f"{x.shape[0]} rows break the shape rule, which pads to multiples of {self.rule.rows}")
         w = self.weights if weights is None else weights
         for layer in range(self.config.layers):
             x = self._layer(layer, x, cos, sin, attend, w)
@@ -190,7 +210,9 @@ class LoopedLM:
         """
         w = self.wide if weights is None else weights
         kind = wide(self.dtype)
-        return self._product(h.to(kind), "head", w["head" if "head" in w else "embed"].to(kind))
+        head = w["head" if "head" in w else "embed"].to(kind)
+        padded = h if self.rule is None else pad_rows(h, self.rule.head_rows)
+        return self._product(padded.to(kind), "head", head)[:h.shape[0]]
 
     def gate(self, h: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Exit-gate logits [N] of hidden states [N, H], float32 (float64 for float64).

@@ -26,6 +26,8 @@ from engine.schedule import GRAMMAR, Schedule, parse_schedule
 from models.checkpoint import load_model, read_config
 from models.cli import run_cli
 from models.config import ModelConfig
+from models.invariance import MODES, set_numerics
+from models.linear import KINDS
 from models.numerics import DTYPES, configure, dtype_of
 from models.rounding import PROFILES
 from models.tokenizer import Tokenizer, load_tokenizer, stop_ids
@@ -61,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                                {name: value for name, value in given.items() if value is not None})
     announce(options, config, schedule, capacity, sampling)
     note_ignored(settings, sampling)
-    model = load_model(options.model, dtype=options.dtype, device=device, profile=options.profile)
+    model = load_model(options.model, dtype=options.dtype, device=device, profile=options.profile,
+                       linear=options.linear)
+    longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    print(set_numerics(model, options.numerics, length=longest), file=sys.stderr)
     engine = Engine(model, schedule.text, capacity, decode=tokenizer.decode if tokenizer else None)
     rollout = run(engine, requests, sampling)
     report(options, rollout, sample_rows(prompts, rollout.completions, tokenizer, sampling.stop_strings))
@@ -223,6 +228,8 @@ def _parser() -> argparse.ArgumentParser:
         help="ids that end a sample, beside those that the folder declares")
     add("--dtype", choices=list(DTYPES), default="float32")
     add("--profile", choices=PROFILES, default=PROFILES[0], help="where intermediates are rounded")
+    add("--numerics", choices=MODES, default=MODES[0], help="how bits repeat (docs/numerics.md); default shapes")
+    add("--linear", choices=(*KINDS, "auto"), default=KINDS[0], help="linear operator; default native")
     add("--device", default="cpu", help="cpu or cuda")
     add("--threads", type=int, default=1, help="CPU threads; bits may depend on it; default 1")
     add("--out", metavar="FILE", help="write the samples here instead of stdout")

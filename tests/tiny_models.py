@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from models.config import ModelConfig
 from models.initial import init_model
+from models.invariance import set_numerics
 from models.looped import LoopedLM
 from models.ouro import new_source, parse
 
@@ -44,6 +46,21 @@ def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float64, profile: st
     config = tiny_config(**changes)
     weights = {name: w.to(dtype).clone() for name, w in tiny_weights(config, seed).items()}
     return LoopedLM(config, weights, profile=profile)
+
+
+def wide_model(dtype: torch.dtype = torch.float32, *, linear: str = "native", **changes) -> LoopedLM:
+    """Products of 256 and more terms, where kernels differ; 1 layer, 3 loops, 2,048 positions."""
+    source = new_source(hidden=256, intermediate=696, layers=1, heads=4, kv_heads=2, vocab=64, loops=3,
+                        max_positions=2048)
+    return init_model(replace(parse(source), **changes), seed=1, dtype=str(dtype).removeprefix("torch."), linear=linear)
+
+
+def keep_rule(model: LoopedLM, length: int) -> LoopedLM:
+    """The model under numerics `invariant`; the test is skipped where no rule holds on this machine."""
+    reason = set_numerics(model, "auto", length=length)
+    if model.rule is None:
+        pytest.skip(reason)
+    return model
 
 
 def tokens(count: int, vocab: int = 29, seed: int = 0) -> list[int]:

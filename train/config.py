@@ -47,6 +47,8 @@ class ModelOptions:
     path: str = ""  # model folder in the published format (config.json, model.safetensors)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the compute copy; masters are always float32
     profile: Literal["hf", "fused"] = "hf"  # rounding profile
+    numerics: Literal["shapes", "invariant", "auto"] = "shapes"  # how bits repeat; auto: invariant where it holds
+    linear: Literal["native", "packed", "auto"] = "native"  # linear operator; auto: packed for wide models on cpu
     device: str = "cpu"  # cpu, cuda or cuda:N
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ whole: head and log-softmax run in chunks of tokens and are recomputed in backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from engine.engine import Completion
 from models.dense import dense_forward, pack
 from models.logprob import entropy, token_logprob
 from models.looped import LoopedLM
+
+DENSE_ROWS = 4096  # rows of one dense forward without a graph
 
 Weights = Callable[[], Mapping[str, Tensor]]
 
@@ -60,6 +62,25 @@ def dense_logprobs(model: LoopedLM, completions: Sequence[Completion], temperatu
     parts = [checkpoint(score, h, tokens, index, use_reentrant=False)
              for index, (h, tokens) in enumerate(zip(hidden.split(chunk), ids.split(chunk), strict=True))]
     return DenseLogprobs(torch.cat(parts), torch.cat(entropies))
+
+
+@torch.no_grad()
+def dense_values(model: LoopedLM, completions: Sequence[Completion], temperature: float) -> Tensor:
+    """Log-probs float32 [N] on the CPU, without a graph, a few sequences at a time."""
+    parts = [dense_logprobs(model, batch, temperature).logprobs for batch in _batches(completions)]
+    return torch.cat(parts).to(torch.float32).cpu()
+
+
+def _batches(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
+    batch, rows = [], 0
+    for completion in completions:
+        more = len(completion.request.prompt) + len(completion.token_ids)
+        if batch and rows + more > DENSE_ROWS:
+            yield batch
+            batch, rows = [], 0
+        batch.append(completion)
+        rows += more
+    yield batch
 
 
 def _read_rows(states: list[Tensor], starts: tuple[int, ...],

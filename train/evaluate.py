@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from engine.engine import Engine
 from engine.sampler import Sampling
-from models.checkpoint import load_model
 from models.cli import run_cli
+from models.invariance import MODES
 from models.numerics import configure
 from rollout.collect import LOG_FILE
 from rollout.generate import choose_capacity, generation_config, note_ignored
@@ -27,7 +27,7 @@ from rollout.log import write_log
 from rollout.samples import check_outputs, write_rows
 from train.config_file import load
 from train.evaluation import evaluate, evaluation_requests
-from train.run import build_rollouts
+from train.run import build_rollouts, load_policy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Sampling(**drawing)  # refused before weights are read
     config = load(None, settings(arguments))
     device = configure(threads=config.run.threads, device=config.model.device)
-    model = load_model(config.model.path, dtype=config.model.dtype, device=device,
-                       profile=config.model.profile)
+    model = load_policy(config, device)
     rollouts, stream, _ = build_rollouts(config, model)
     requests = evaluation_requests(stream, arguments.max_new_tokens, arguments.samples, arguments.limit)
     capacity = choose_capacity(requests, rollouts.engine.schedule.max_depth,
@@ -84,6 +83,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--profile", default="hf", choices=("hf", "fused"))
+    parser.add_argument("--numerics", default="shapes", choices=MODES, help="how bits repeat; default shapes")
+    parser.add_argument("--linear", default="native", choices=("native", "packed", "auto"),
+                        help="linear operator; default native")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=64, help="sequences in the engine at once; default 64")
     parser.add_argument("--out", metavar="FILE.jsonl", help="one JSON object a sample")
@@ -102,7 +104,8 @@ def settings(arguments: argparse.Namespace) -> list[str]:
     """The same as settings of a training run, so that one reading of them exists."""
     found = {
         "model.path": arguments.model, "model.dtype": arguments.dtype,
-        "model.profile": arguments.profile, "model.device": arguments.device,
+        "model.profile": arguments.profile, "model.numerics": arguments.numerics, "model.linear": arguments.linear,
+        "model.device": arguments.device,
         "data.task": arguments.task, "data.path": arguments.data, "data.reward": arguments.reward,
         "data.split": arguments.split, "data.max_prompt_tokens": arguments.max_prompt_tokens,
         "rollout.schedule": arguments.schedule,

@@ -1,7 +1,9 @@
 """The learner: one gradient a cohort, a fixed tree over cohorts, one AdamW step, publication.
 
-Log-probabilities have the value of the replay and the gradient of the dense forward. Knows
-logs and advantages; not the engine, prompts, rewards or files.
+Log-probabilities have the value of the replay and the gradient of the dense forward. Under
+numerics `invariant` the two have the same bits: every training forward is then compared with
+the values that it trains on, and nothing is replayed while the weights are those of the rollout.
+Knows logs and advantages; not the engine, prompts, rewards or files.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from train.loss import NO_TOKENS, LossMetrics, grpo_loss, usable, weigh
 from train.masters import Masters
 from train.optimizer import FlatAdamW, learning_rate
 from train.reduction import tree_sum
-from train.replay import Replayed, check_contract, locate, mismatches, recorded, replay
+from train.replay import Replayed, check_contract, locate, mismatches, recorded, replay_cheapest
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Learner:
                 model.config, {name: w.to(torch.float32) for name, w in model.weights.items()},
                 profile=model.profile, version=model.version)
 
+    @property
+    def exact(self) -> bool:
+        """Whether the dense forward has the sampler's bits."""
+        return self.model.rule is not None and self.dense_model is self.model
+
     def publish(self) -> None:
         """Make the compute copy one cast of the masters; its version is the update count."""
         self.model.publish(self.masters.tensors(), self.optimizer.updates)
@@ -95,20 +102,20 @@ class Learner:
         share = len(batches) // options.updates_per_rollout
         parts = [batches[at:at + share] for at in range(0, len(batches), share)]
         report = _Report()
-        self._audit(batches, step, report)
+        self._audit(batches[share:] if self.exact else batches, step, report)
         for _ in range(options.epochs):
             for part in parts:
                 self._update(part, step, report)
         return report.summary()
 
     def _audit(self, batches: Sequence[Batch], step: int, report: _Report) -> None:
-        """Replay the audited cohorts and compare. All before the first update: after it the weights
-        are no longer those of the rollout, and cohorts of later updates could not be audited."""
+        """Replay the audited ones of these cohorts and compare. All before the first update: after it the
+        weights are no longer those of the rollout, and cohorts of later updates could not be audited."""
         began = time.perf_counter()
         digest, always, audited = self.model.digest(), self.config.learner.replay == "always", self.audited(step)
         for batch in batches:
             if batch.log.header["weights"] == digest and (always or batch.index in audited):
-                value = replay(self.model, batch.log, same_weights=False)  # the digest has been compared
+                value = replay_cheapest(self.model, batch.log, same_weights=False)  # the digest has been compared
                 self._compare(batch, step, recorded(batch.log), value)
                 report.audited += len(value.values)
         report.seconds["replay"] += time.perf_counter() - began
@@ -137,10 +144,10 @@ class Learner:
         check_contract(self.model, log, same_weights=False)
         old = value = recorded(log)
         if log.header["weights"] != digest:
-            value = replay(self.model, log, same_weights=False)
+            value = replay_cheapest(self.model, log, same_weights=False)
         reference = None
         if self.reference is not None:
-            reference = replay(self.reference, log, same_weights=False).values
+            reference = replay_cheapest(self.reference, log, same_weights=False).values
         lengths = torch.tensor([len(c.token_ids) for c in log.completions])
         advantage = torch.tensor(batch.advantages, dtype=torch.float64).to(torch.float32)
         trained = torch.tensor([flag for flags in log.trained for flag in flags])
@@ -172,6 +179,18 @@ class Learner:
                 f"step {step}, cohort {batch.index}: replay differs from the rollout in {len(wrong)} of "
                 f"{len(old.values)} tokens, first at sequence {sequence}, position {position}: recorded "
                 f"{old.values[first].item()!r}, replayed {value.values[first].item()!r}")
+
+    def _compare_dense(self, prepared: _Prepared, first: int, found: Tensor, chosen: Tensor) -> None:
+        """RuntimeError where `found`, the dense values from token `first` on, lacks the bits it trains on."""
+        value = prepared.value[first:first + len(found)]
+        wrong = torch.nonzero((found.view(torch.int32) != value.view(torch.int32)) & chosen)[:, 0]
+        if len(wrong):
+            at, batch = int(wrong[0]), prepared.batch
+            sequence, position = locate(batch.log, first + at)
+            raise RuntimeError(
+                f"cohort {batch.index}: the training forward differs from the rollout in {len(wrong)} of "
+                f"{len(found)} tokens, first at sequence {sequence}, position {position}: {value[at].item()!r} and "
+                f"{found[at].item()!r}; numerics invariant does not hold, use model.numerics=shapes")
 
     def _gradient(self, prepared: _Prepared, denominator: float, report: _Report) -> Tensor:
         """Float32 gradient [size] of one cohort: its micro-batches in order, into one buffer."""
@@ -209,7 +228,11 @@ class Learner:
                 weights=pick(prepared.weight[tokens]), reference_logp=reference, kl_coefficient=options.kl_coefficient)
             if live:
                 loss.backward()
-        difference = (dense.logprobs.detach().cpu() - prepared.value[tokens])[chosen].abs()
+        found, value = dense.logprobs.detach().cpu(), prepared.value[tokens]
+        if self.exact:
+            self._compare_dense(prepared, tokens.start, found, chosen)
+            report.audited += int(chosen.sum())
+        difference = (found - value)[chosen].abs()
         report.add(metrics, pick(dense.entropy), difference)
 
 

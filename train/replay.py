@@ -18,6 +18,7 @@ from models.logprob import token_logprob
 from models.looped import LoopedLM
 from models.numerics import dtype_name, fingerprint
 from rollout.log import ScheduleLog
+from train.dense import dense_values
 from train.redraw import Redraw
 
 
@@ -68,9 +69,7 @@ def check_contract(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = Tr
     config = model.config
     here = {"family": config.family, "loops": config.loops, "vocab": config.vocab,
             "stages": {"prelude": config.prelude_layers, "core": config.layers, "coda": config.coda_layers},
-            "dtype": dtype_name(model.dtype), "profile": model.profile, "attention": model.kernel,
-            "linear": model.linear, "numerics": model.numerics,
-            "rule": {} if model.rule is None else dict(vars(model.rule))}
+            "dtype": dtype_name(model.dtype), "profile": model.profile, **model.kernels}
     for name, value in here.items():
         if header[name] != value:
             raise RuntimeError(f"the log was made with {name} = {header[name]!r}, the model has "
@@ -124,6 +123,24 @@ def replay(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True,
     if parts:
         values[torch.tensor(places)] = torch.cat(parts).to(torch.float32).cpu()
     return Replayed(values, first, redrawing.same if redrawing is not None else None)
+
+
+def replay_packed(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True) -> Replayed:
+    """Log-probs of every response token by dense forwards over whole sequences, read out at the logged depths.
+
+    Under numerics `invariant` they have the bits of the passes. Errors: RuntimeError as `replay`,
+    and for a log of numerics `shapes`, whose bits need its passes.
+    """
+    check_contract(model, log, same_weights=same_weights)
+    if model.rule is None:
+        raise RuntimeError("the log's numerics are shapes, its bits need its passes: replay it as passes")
+    return Replayed(dense_values(model, log.completions, log.header["temperature"]), starts(log))
+
+
+def replay_cheapest(model: LoopedLM, log: ScheduleLog, *, same_weights: bool = True) -> Replayed:
+    """The replay that costs least and has the bits: packed under `invariant`, else by passes."""
+    run = replay if model.rule is None else replay_packed
+    return run(model, log, same_weights=same_weights)
 
 
 def mismatches(found: Replayed, wanted: Replayed) -> Tensor:

@@ -15,6 +15,7 @@ from engine.engine import Engine, Request
 from engine.sampler import Sampling
 from models.checkpoint import load_model
 from models.cli import run_cli
+from models.invariance import adopt_rule, set_numerics
 from models.looped import LoopedLM
 from models.numerics import configure
 from models.tokenizer import Tokenizer, load_tokenizer, stop_ids
@@ -45,8 +46,10 @@ def build(config: TrainConfig) -> Trainer:
     resumed = find_checkpoint(config)
     device = configure(threads=config.run.threads, device=config.model.device)
     masters = Masters(load_model(config.model.path, device=device).weights)
-    model = load_model(config.model.path, dtype=config.model.dtype, device=device,
-                       profile=config.model.profile)
+    logged = None
+    if config.run.from_logs is not None:
+        logged = LoggedRollouts(config.run.from_logs, config.run.steps, config.rollout.cohorts)
+    model = load_policy(config, device, logged)
     learner = Learner(config, model, masters, load_reference(config, device, model))
     learner.publish()
     if config.run.from_logs is None:
@@ -54,8 +57,7 @@ def build(config: TrainConfig) -> Trainer:
         check_fit(rollouts, stream, config.rollout.max_new_tokens)
         digest, grading = stream.digest, rollouts.grading
     else:
-        rollouts = LoggedRollouts(config.run.from_logs, config.run.steps, config.rollout.cohorts)
-        evaluator, digest, grading = None, rollouts.digest, ""
+        rollouts, evaluator, digest, grading = logged, None, logged.digest, ""
     state = RunState(config, digest, grading, model.digest())
     hold(folder, fresh=config.run.resume == "never")
     if resumed is not None:
@@ -63,6 +65,23 @@ def build(config: TrainConfig) -> Trainer:
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     metrics = RunMetrics(folder, config, resume_step=state.step)
     return Trainer(config, learner, rollouts, state, metrics, StopSignal(), evaluator)
+
+
+def load_policy(config: TrainConfig, device, logged: LoggedRollouts | None = None) -> LoopedLM:
+    """The compute copy, on the linear operator and under the numerics that the configuration names.
+
+    logged: rollouts that are trained on; with numerics auto or invariant their rule is kept.
+    """
+    options = config.model
+    model = load_model(options.path, dtype=options.dtype, device=device, profile=options.profile, linear=options.linear)
+    length = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if logged is not None and options.numerics != "shapes":
+        header = logged.cohort(1, 0).log.header
+        adopt_rule(model, header["rule"], length=length)
+        say(f"numerics {model.numerics}, linear {model.linear}, as in the logs")
+    else:
+        say(set_numerics(model, options.numerics, length=length))
+    return model
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
@@ -118,12 +137,14 @@ def load_reference(config: TrainConfig, device, policy: LoopedLM) -> LoopedLM | 
     if reference == "none":
         return None
     path = config.model.path if reference == "initial" else reference
-    found = load_model(path, dtype=config.model.dtype, device=device, profile=config.model.profile)
-    for name in ("family", "loops", "vocab", "layers"):
+    found = load_model(path, dtype=config.model.dtype, device=device, profile=config.model.profile,
+                       linear=policy.linear)
+    for name in ("family", "loops", "vocab", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim"):
         own, other = getattr(policy.config, name), getattr(found.config, name)
         if own != other:
             raise ValueError(f"learner.reference = {path!r}: its {name} = {other!r}, that of model.path is {own!r}; "
                              "a reference has the shape of the policy")
+    found.rule = policy.rule  # found for these shapes and kernels, whatever the weights
     return found
 
 

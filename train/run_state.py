@@ -48,7 +48,7 @@ class RunState:
                  "grading": self.grading_digest,
                  "initial": self.initial_digest, "weights": learner.model.digest(),
                  "version": learner.model.version, "reference": _digest(learner.reference),
-                 "fingerprint": fingerprint(learner.model.device)}
+                 "kernels": learner.model.kernels, "fingerprint": fingerprint(learner.model.device)}
         return checkpoint.save(
             self.folder, self.step, tensors, state,
             lambda path: save_model(learner.model, path, source=self.config.model.path),
@@ -70,6 +70,9 @@ class RunState:
                                 ("reference", _digest(learner.reference), "the reference model's weights")):
             if state.get(name) != own:
                 raise RuntimeError(f"resume from {path}: {what} have changed since the run began")
+        if state["kernels"] != learner.model.kernels:
+            raise RuntimeError(f"resume from {path}: the run was made with {state['kernels']}, this process resolves "
+                               f"model.numerics and model.linear to {learner.model.kernels}")
         with torch.no_grad():
             learner.masters.flat.copy_(tensors["master"])
             for name, tensor in learner.masters.frozen.items():

@@ -2,13 +2,15 @@
 
 Each log is read, its structure checked, executed again under the model whose weights it names,
 and compared with what it recorded, bit for bit; every token and gate exit is drawn again; and
-the dense forward is read out at the same depths. The last line of stdout is one JSON object:
+the dense forward is read out at the same depths: under numerics `invariant` it must have the
+same bits. `--as passes` leaves that out, `--as packed` does nothing else. The last line of stdout is one JSON object:
 
     tokens, mismatched     replayed tokens, and those whose log-prob has other bits
     max_abs_diff           largest |replayed - recorded| (null: not finite)
     dense_max_abs_diff     largest |dense - replayed|: rounding, not an error
     bit_equal              every log was replayed and no token differs
     redrawn_differ         tokens that the logged seed and uids, or the gate, do not give again
+    packed_tokens          tokens compared with a packed forward too (numerics invariant)
     logs, refused          logs found, and those that could not be replayed
 
 Exit status: 0 bit-equal and redrawn alike, 1 something differs or was refused, 2 nothing could
@@ -20,24 +22,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from engine.engine import Completion
 from models.checkpoint import load_model
 from models.cli import run_cli
+from models.invariance import adopt_rule
 from models.looped import LoopedLM
 from models.numerics import configure
 from rollout.collect import LOG_FILE
 from rollout.log import ScheduleLog
 from rollout.structure import read_checked
-from train.dense import dense_logprobs
-from train.replay import check_contract, check_process, locate, mismatches, recorded, replay
+from train.dense import dense_values
+from train.replay import check_contract, check_process, locate, mismatches, recorded, replay, replay_packed
 
-DENSE_ROWS = 4096  # rows of one dense forward
+HOW = ("passes", "packed", "both")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Verdict:
         first: (sequence, position in prompt + response) of the first that differs.
         max_abs_diff, dense_max_abs_diff: largest |replayed - recorded| and |dense - replayed|.
         redrawn_differ: tokens that drawing again does not give.
+        packed: tokens that one packed forward was compared at.
     """
 
     path: Path
@@ -60,6 +63,7 @@ class Verdict:
     max_abs_diff: float = 0.0
     dense_max_abs_diff: float = 0.0
     redrawn_differ: int = 0
+    packed: int = 0
 
     def __str__(self) -> str:
         if self.refused is not None:
@@ -69,7 +73,7 @@ class Verdict:
             text += (f"{self.mismatched} differ, first at sequence {self.first[0]}, position "
                      f"{self.first[1]}, by at most {self.max_abs_diff:.3g}")
         else:
-            text += "bit-equal"
+            text += "bit-equal" + (", packed too" if self.packed else "")
         if self.redrawn_differ:
             text += f"; {self.redrawn_differ} are not what the logged seed, uids and gate give"
         return text + f"; dense within {self.dense_max_abs_diff:.3g}"
@@ -90,7 +94,7 @@ class Report:
                 "max_abs_diff": _finite(max((v.max_abs_diff for v in done), default=0.0)),
                 "dense_max_abs_diff": _finite(max((v.dense_max_abs_diff for v in done), default=0.0)),
                 "bit_equal": tokens > 0 and not mismatched and not refused,
-                "redrawn_differ": sum(v.redrawn_differ for v in done),
+                "redrawn_differ": sum(v.redrawn_differ for v in done), "packed_tokens": sum(v.packed for v in done),
                 "logs": len(done), "refused": refused}
 
     @property
@@ -139,11 +143,13 @@ class ModelFinder:
                            f"{wanted[:16]}...)" + "".join(f"; {reason}" for reason in reasons))
 
     def _load(self, folder: Path, log: ScheduleLog) -> LoopedLM:
-        key = (folder, log.header["dtype"], log.header["profile"])
+        key = (folder, *(log.header[name] for name in ("dtype", "profile", "linear")))
         if self.loaded is None or self.loaded[0] != key:
             self.loaded = None  # frees the old one before the new one is read
-            self.loaded = key, load_model(folder, dtype=key[1], profile=key[2], device=self.device)
-        return self.loaded[1]
+            self.loaded = key, load_model(folder, dtype=key[1], profile=key[2], linear=key[3], device=self.device)
+        model = self.loaded[1]
+        adopt_rule(model, log.header["rule"], length=max(c.request.cells + 1 for c in log.completions))
+        return model
 
 
 def find_logs(paths: Sequence[str | Path]) -> list[Path]:
@@ -173,8 +179,11 @@ def find_models(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def verify_log(path: Path, models: ModelFinder) -> Verdict:
-    """Read, check, replay and compare one log. A ValueError or RuntimeError becomes a refusal."""
+def verify_log(path: Path, models: ModelFinder, how: str = "both") -> Verdict:
+    """Read, check, replay and compare one log. A ValueError or RuntimeError becomes a refusal.
+
+    how: `passes`, `packed` (logs of numerics `invariant` only) or `both` (packed where it has the bits).
+    """
     try:
         log = read_checked(path)
         if not log.completions:
@@ -182,52 +191,42 @@ def verify_log(path: Path, models: ModelFinder) -> Verdict:
         check_process(models.device, log.header["fingerprint"])
         model = models.find(log)
         # The finder has compared the weights; hashing them again for every log would be waste.
-        found, wanted = replay(model, log, same_weights=False, redraw=True), recorded(log)
+        passes = replay(model, log, same_weights=False, redraw=True) if how != "packed" else None
+        exact = model.rule is not None
+        packed = replay_packed(model, log, same_weights=False) if how == "packed" or (
+            how == "both" and exact) else None
     except (ValueError, RuntimeError) as error:
         return Verdict(path, refused=" ".join(str(error).removeprefix(f"log {path}: ").split()))
-    wrong = mismatches(found, wanted)
-    apart = torch.nan_to_num((found.values - wanted.values)[wrong].abs(), nan=math.inf)
-    dense = dense_values(model, log)
+    wanted = recorded(log)
+    wrong = torch.zeros(log.token_count, dtype=torch.bool)
+    apart = torch.zeros(log.token_count)
+    for found in (passes, packed):
+        if found is not None:
+            wrong[mismatches(found, wanted)] = True
+            apart = torch.maximum(apart, torch.nan_to_num((found.values - wanted.values).abs(), nan=math.inf))
+    places = torch.nonzero(wrong)[:, 0]
+    dense = packed.values if packed is not None else dense_values(model, log.completions, log.header["temperature"])
     return Verdict(
-        path, tokens=log.token_count, mismatched=len(wrong),
-        first=locate(log, int(wrong[0])) if len(wrong) else None,
-        max_abs_diff=float(apart.max()) if len(wrong) else 0.0,
-        dense_max_abs_diff=float(torch.nan_to_num((dense - found.values).abs(), nan=math.inf).max()),
-        redrawn_differ=int((~found.redrawn).sum()))
+        path, tokens=log.token_count, mismatched=len(places),
+        first=locate(log, int(places[0])) if len(places) else None,
+        max_abs_diff=float(apart[wrong].max()) if len(places) else 0.0,
+        dense_max_abs_diff=float(torch.nan_to_num((dense - wanted.values).abs(), nan=math.inf).max()),
+        redrawn_differ=int((~passes.redrawn).sum()) if passes is not None else 0,
+        packed=log.token_count if packed is not None else 0)
 
 
-@torch.no_grad()
-def dense_values(model: LoopedLM, log: ScheduleLog) -> torch.Tensor:
-    """Log-probs float32 [tokens] of one dense forward, a few sequences at a time."""
-    parts = [dense_logprobs(model, batch, log.header["temperature"]).logprobs
-             for batch in _batches(log.completions)]
-    return torch.cat(parts).to(torch.float32).cpu()
-
-
-def _batches(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
-    batch, rows = [], 0
-    for completion in completions:
-        more = len(completion.request.prompt) + len(completion.token_ids)
-        if batch and rows + more > DENSE_ROWS:
-            yield batch
-            batch, rows = [], 0
-        batch.append(completion)
-        rows += more
-    yield batch
-
-
-def verify_logs(logs: Sequence[str | Path], models: Sequence[str | Path], *,
+def verify_logs(logs: Sequence[str | Path], models: Sequence[str | Path], *, how: str = "both",
                 device: torch.device | str = "cpu", say: Callable[[str], None] = print) -> Report:
     """Replay every log under the model that it names.
 
     logs: files, or folders searched for schedule logs. models: model folders, or folders that
-    hold several; the one whose digest a log names is used. say: gets one line a log. Errors:
+    hold several; the one whose digest a log names is used. how: see `verify_log`. say: gets one line a log. Errors:
     ValueError when a path names nothing.
     """
     files, finder = find_logs(logs), ModelFinder(find_models(models), torch.device(device))
     verdicts = []
     for file in files:
-        verdicts.append(verify_log(file, finder))
+        verdicts.append(verify_log(file, finder, how))
         say(str(verdicts[-1]))
     return Report(tuple(verdicts))
 
@@ -241,11 +240,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("logs", nargs="+", metavar="LOG_OR_DIR", help="schedule logs, or folders of them")
     command.add_argument("--model", nargs="+", required=True, metavar="DIR",
                          help="model folder, or a folder that holds several (a run with its checkpoints)")
+    command.add_argument("--as", dest="how", choices=HOW, default="both",
+                         help="executed pass by pass, as one packed forward, or both (default)")
     command.add_argument("--device", default="cpu", help="cpu or cuda; must be that of the log")
     command.add_argument("--threads", type=int, default=1, help="CPU threads; must be those of the log")
     options = parser.parse_args(argv)
     device = configure(threads=options.threads, device=options.device)
-    report = verify_logs(options.logs, options.model, device=device, say=lambda line: print(line, flush=True))
+    report = verify_logs(options.logs, options.model, how=options.how, device=device,
+                         say=lambda line: print(line, flush=True))
     print(json.dumps(report.summary()), flush=True)
     return report.status
 

@@ -205,3 +205,20 @@ def test_rows_of_different_loops_may_share_a_call():
     mixed = model.loop(torch.cat((model.embed(ids), first)), torch.cat((cos, cos)), torch.cat((sin, sin)), attend)
     assert torch.allclose(mixed, torch.cat((first, second)), atol=1e-13)
     assert torch.allclose(second, dense_forward(model, pack([ids.tolist()], model), 2)[1], atol=1e-13)
+
+
+def test_the_digest_is_computed_again_only_after_a_write():
+    """Hashing gigabytes for every cohort and update would cost more than they do."""
+    model, hashed = tiny_model(dtype=torch.float32), []
+    hash_of = model._hash
+    model._hash = lambda: hashed.append(1) or hash_of()
+    first = model.digest()
+    assert model.digest() == first and len(hashed) == 1
+    with torch.no_grad():
+        model.weights["core.0.q"][0, 0] += 1
+    assert model.digest() != first and len(hashed) == 2
+    with torch.no_grad():
+        model.weights["core.0.q"][0, 0] -= 1
+    model.publish({name: weight.clone() for name, weight in model.weights.items()}, 1)
+    model.digest()
+    assert len(hashed) == 3

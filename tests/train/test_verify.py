@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from schedule_logs import SCHEDULES, forge, rollout_log
-from tiny_models import tiny_model
+from tiny_models import keep_rule, tiny_model
 
+from models import invariance
 from models.checkpoint import load_model, save_model
 from rollout.log import encode, read_log, write_log
-from train import verify
-from train.verify import dense_values, find_logs, find_models, main, verify_logs
+from train import dense, verify
+from train.dense import dense_values
+from train.verify import find_logs, find_models, main, verify_logs
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +57,7 @@ def test_a_run_is_verified_with_its_own_checkpoints(run, capsys):
     assert lines == sorted(lines)
     assert 0 < found.pop("dense_max_abs_diff") < 0.5 and found.pop("tokens") > 80
     assert found == {"mismatched": 0, "max_abs_diff": 0.0, "bit_equal": True, "redrawn_differ": 0, "logs": 4,
-                     "refused": 0}
+                     "refused": 0, "packed_tokens": 0}
 
 
 def test_a_fresh_process_finds_the_same_bits(run):
@@ -73,15 +75,15 @@ def test_dense_differs_by_rounding_only(run):
     assert 0 < report.verdicts[0].dense_max_abs_diff < 1e-4
     model, log = rollout_log("exit:2", dtype=torch.float64)
     wanted = torch.tensor([p for c in log.completions for p in c.logprobs], dtype=torch.float32)
-    assert torch.allclose(dense_values(model, log), wanted, rtol=0, atol=1e-6)
+    assert torch.allclose(dense_values(model, log.completions, 0.8), wanted, rtol=0, atol=1e-6)
 
 
 def test_dense_values_do_not_depend_on_the_batches(monkeypatch):
     model, log = rollout_log("exit:2", dtype=torch.float64)
-    whole = dense_values(model, log)
-    monkeypatch.setattr(verify, "DENSE_ROWS", 20)
-    assert len(list(verify._batches(log.completions))) > 2
-    assert torch.allclose(dense_values(model, log), whole, rtol=0, atol=1e-7)
+    whole = dense_values(model, log.completions, 0.8)
+    monkeypatch.setattr(dense, "DENSE_ROWS", 20)
+    assert len(list(dense._batches(log.completions))) > 2
+    assert torch.allclose(dense_values(model, log.completions, 0.8), whole, rtol=0, atol=1e-7)
 
 
 def test_the_first_token_that_differs_is_named(one, capsys):
@@ -224,3 +226,51 @@ def test_a_log_without_sequences_is_refused(one, capsys):
     path.write_bytes(encode(replace(log, completions=(), trained=(), events=(), peak_catch_up=0)))
     status, [line], _ = call(capsys, path, "--model", model)
     assert status == 2 and "it holds no sequences" in line
+
+
+# ---- numerics invariant ----
+
+
+@pytest.fixture
+def exact(tmp_path):
+    """A log of numerics `invariant`, and its model's folder."""
+    save_model(tiny_model(dtype=torch.float32), tmp_path / "model")
+    model = keep_rule(load_model(tmp_path / "model"), 40)
+    write_log(rollout_log(SCHEDULES[2], model=model)[1], tmp_path / "schedule.log")
+    return tmp_path / "schedule.log", tmp_path / "model"
+
+
+@pytest.mark.parametrize("how, packed", [("passes", False), ("packed", True), ("both", True)])
+def test_a_log_under_a_rule_is_compared_both_ways(exact, capsys, how, packed):
+    path, model = exact
+    status, [line], found = call(capsys, path, "--model", model, "--as", how)
+    assert status == 0 and found["bit_equal"] and ("packed too" in line) == packed
+    assert found["packed_tokens"] == (found["tokens"] if packed else 0) and found["dense_max_abs_diff"] == 0
+
+
+@pytest.mark.parametrize("how", ["passes", "packed", "both"])
+def test_one_changed_bit_is_found_either_way(exact, capsys, how):
+    path, model = exact
+    log = read_log(path)
+    done = log.completions[1]
+    values = torch.tensor(done.logprobs)
+    values.view(torch.int32)[2] ^= 1
+    log = replace(log, completions=(log.completions[0], replace(done, logprobs=tuple(values.tolist())),
+                                    *log.completions[2:]))
+    write_log(log, path)
+    status, [line], found = call(capsys, path, "--model", model, "--as", how)
+    assert status == 1 and found["mismatched"] == 1
+    assert f"first at sequence 1, position {len(done.request.prompt) + 2}" in line
+
+
+def test_a_log_of_shapes_is_refused_as_packed(one, capsys):
+    path, model = one
+    status, [line], found = call(capsys, path, "--model", model, "--as", "packed")
+    assert status == 2 and found["refused"] == 1 and "numerics are shapes" in line
+
+
+def test_a_rule_that_does_not_hold_here_is_named(exact, capsys, monkeypatch):
+    path, model = exact
+    monkeypatch.setattr(invariance, "_remembered", lambda *args: "linear q [8, 8]: rows differ")
+    status, [line], found = call(capsys, path, "--model", model)
+    assert status == 2 and "does not hold on this machine under the rule of the log: linear q" in line
