@@ -1,23 +1,32 @@
 """`python -m rollout.draw LOG --out schedule.png`: a picture of a schedule log.
 
-Passes on x, positions of chosen sequences on y. A filled cell ran in that pass, its colour is
-its loop; a hatched one waited for the loop of that colour; spans that ran older cells for a
-newer position are outlined; a dot marks a read-out.
+Passes on x. `--view cells`: positions of a few sequences on y. A filled cell ran in that pass, its
+colour is its loop; a hatched one waited for the loop of that colour; spans that ran older cells
+for a newer position are outlined; a dot marks a read-out. `--view overview`: a line a sequence, for
+many: rows of each pass, the loop that each sequence ran, and how many of its positions have loops
+put off. Without --view: cells of up to 12 sequences, an overview of more; and without --sequences
+too: cells of the first three of up to 12, an overview of all of more.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.plan import Pass
 from models.cli import run_cli
+from models.files import check_picture, is_special, save_picture
+from rollout.draw_overview import draw_overview
 from rollout.log import ScheduleLog
 from rollout.statistics import statistics
 from rollout.structure import read_checked
 from rollout.timeline import Timeline, timeline
 
 DEFAULT_SEQUENCES = 3
+MOST_BANDS = 12  # sequences up to which each gets a band of its own, cell by cell
+VIEWS = ("cells", "overview")
 CROWDED = 80  # passes from which on lines get thinner
 PROMPT_SHOWN = 16  # positions of a long prompt that are drawn, its last ones
 OUTLINE, PROMPT = "#1a1a1a", "#eeeeee"
@@ -26,26 +35,48 @@ COLOURS = ("#f6c445", "#5ab4ac", "#3a6fb0", "#542788")
 
 
 def draw(log: ScheduleLog, path: str | Path, sequences: Sequence[int] | None = None,
-         passes: tuple[int, int] | None = None) -> None:
-    """Draw `sequences` (default: the first three) of a log to `path`, a picture format by suffix.
+         passes: tuple[int, int] | None = None, view: str | None = None) -> None:
+    """Draw `sequences` of a log to `path`, a picture format by suffix.
 
     passes: first and one past the last pass shown; default: all that the sequences take part in.
-    Errors: ValueError for an unknown sequence, an empty range or suffix.
+    sequences, view: None chooses by their number, as the module's text says.
+    Errors: ValueError for an unknown sequence or view, a range without a pass, a suffix, a path.
     """
+    check_picture(path, "--out")
+    count = len(log.completions)
+    if view not in (None, *VIEWS):
+        raise ValueError(f"view = {view!r} is unknown; use one of {', '.join(VIEWS)}")
+    if sequences is None:
+        few = view == "cells" or (view is None and count <= MOST_BANDS)
+        sequences = range(min(DEFAULT_SEQUENCES, count) if few else count)
+    sequences = list(dict.fromkeys(sequences))
+    if not sequences:
+        raise ValueError("no sequence to draw: the log is empty or none was chosen")
+    overview = view == "overview" or (view is None and len(sequences) > MOST_BANDS)
+    if not overview and len(sequences) > MOST_BANDS:
+        raise ValueError(f"--view cells draws at most {MOST_BANDS} sequences, {len(sequences)} were chosen: choose "
+                         "fewer, or --view overview")
+    end = sum(isinstance(event, Pass) for event in log.events)
+    lines = {} if overview else {number: timeline(log, number) for number in sequences}
+    first, last = passes or (min((t.first for t in lines.values()), default=0),
+                             max((t.last for t in lines.values()), default=end))
+    if not 0 <= first < last or first >= end:
+        raise ValueError(f"passes {first}:{last} is empty: the log has passes 0:{end}")
+    colours, last = loop_colours(log.header["loops"]), min(last, end)
+    if overview:
+        figure = draw_overview(log, sequences, (first, last), colours, caption(log))
+    else:
+        figure = _draw_bands(lines, (first, last), colours, caption(log))
+    save_picture(figure, path)
+
+
+def _draw_bands(lines: dict[int, Timeline], passes: tuple[int, int], colours: Sequence[str], text: str):
+    """A matplotlib figure with one band a sequence, cell by cell."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = Path(path)
-    chosen = range(min(DEFAULT_SEQUENCES, len(log.completions))) if sequences is None else sequences
-    lines = {number: timeline(log, number) for number in chosen}
-    if not lines:
-        raise ValueError("no sequence to draw: the log is empty or none was chosen")
-    first = min(t.first for t in lines.values()) if passes is None else passes[0]
-    last = max(t.last for t in lines.values()) if passes is None else passes[1]
-    if not 0 <= first < last:
-        raise ValueError(f"passes {first}:{last} is empty")
-    colours = loop_colours(log.header["loops"])
+    first, last = passes
     heights = [t.positions - _lowest(t) for t in lines.values()]
     height = min(max(0.085 * sum(heights) + 0.3 * len(heights), 2.0), 14.0)
     with rc_context({"hatch.linewidth": 0.7, "font.size": 9}):
@@ -59,10 +90,8 @@ def draw(log: ScheduleLog, path: str | Path, sequences: Sequence[int] | None = N
         axes[-1].set_xlim(first - 0.5, last - 0.5)
         axes[-1].set_xlabel("pass")
         _legend(figure, colours)
-        figure.text(0.075, 0.14 / (height + 1.45), caption(log), fontsize=9, color="#333333")
-        partial = path.with_name(f".{path.name}.partial")
-        figure.savefig(partial, format=path.suffix.removeprefix(".") or "png")
-        partial.rename(path)
+        figure.text(0.075, 0.14 / (height + 1.45), text, fontsize=9, color="#333333")
+    return figure
 
 
 def caption(log: ScheduleLog) -> str:
@@ -139,23 +168,47 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", metavar="LOG", help="a schedule log")
     parser.add_argument("--out", required=True, metavar="FILE", help="picture to write: .png, .svg or .pdf")
-    parser.add_argument("--sequences", metavar="N,N,...", help="sequences to show, from 0; default 0,1,2")
+    parser.add_argument("--sequences", metavar="N,A:B,...", help="sequences to show, from 0; A:B is A to B-1")
+    parser.add_argument("--view", choices=VIEWS, help="every cell, or a line a sequence; default by their number")
     parser.add_argument("--passes", metavar="A:B", help="passes A to B-1 only")
     options = parser.parse_args(argv)
     log = read_checked(options.log)
-    draw(log, options.out, _integers(options.sequences, ",", "--sequences"),
-         _integers(options.passes, ":", "--passes", 2))
-    print(caption(log))
+    draw(log, options.out, _sequences(options.sequences, len(log.completions)), _passes(options.passes), options.view)
+    # What goes to a device may go to stdout: no text behind the picture there.
+    print(caption(log), file=sys.stderr if is_special(options.out) else sys.stdout)
     return 0
 
 
-def _integers(text: str | None, separator: str, option: str, count: int | None = None):
+def _sequences(text: str | None, count: int) -> list[int] | None:
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(separator)]
-    if not all(part.isascii() and part.isdecimal() for part in parts) or len(parts) != (count or len(parts)):
-        raise ValueError(f"{option} {text!r}: expected integers with {separator!r} between them")
-    return tuple(map(int, parts))
+    found: list[int] = []
+    for part in text.split(","):
+        ends = _integers(part, f"--sequences {text!r}: expected integers and ranges A:B with ',' between them")
+        if len(ends) > 2:
+            raise ValueError(f"--sequences {text!r}: {part.strip()!r} is no range A:B")
+        if ends[-1] > count - (len(ends) == 1):
+            raise ValueError(f"--sequences {text!r}: {part.strip()!r} is not in the log; it has {count} sequences, "
+                             "numbered from 0")
+        found += range(*ends) if len(ends) == 2 else ends
+    return found
+
+
+def _passes(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    message = f"--passes {text!r}: expected two integers with ':' between them"
+    ends = _integers(text, message)
+    if len(ends) != 2:
+        raise ValueError(message)
+    return ends[0], ends[1]
+
+
+def _integers(text: str, message: str) -> list[int]:
+    parts = [part.strip() for part in text.split(":")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ValueError(message)
+    return [int(part) for part in parts]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The picture of a schedule: drawn to a file whole, with what it claims in its caption."""
 
+import os
 import struct
+import threading
 from dataclasses import replace
 
 import pytest
@@ -74,17 +76,40 @@ def test_every_loop_has_a_colour():
 
 def test_what_cannot_be_drawn_is_refused(tmp_path, log):
     for sequences, passes, message in (([9], None, "sequence 9 is not in the log"), ([], None, "no sequence"),
-                                       ([0], (5, 5), "passes 5:5 is empty")):
+                                       ([0], (5, 5), "passes 5:5 is empty"),
+                                       ([0], (900, 950), "passes 900:950 is empty: the log has passes 0:")):
         with pytest.raises(ValueError, match=message):
             draw(log, tmp_path / "a.png", sequences, passes)
-    with pytest.raises(ValueError, match="'xyz' is not supported"):
+    with pytest.raises(ValueError, match=r"'\.xyz' is not supported"):
         draw(log, tmp_path / "a.xyz")
     path = tmp_path / "schedule.log"
     write_log(log, path)
-    for option, value in (("--sequences", "1,x"), ("--passes", "5"), ("--passes", "1:2:3")):
-        with pytest.raises(ValueError, match=f"{option} .*expected integers"):
+    for option, value, message in (
+            ("--sequences", "1,x", "expected integers"), ("--sequences", "1:2:3", "'1:2:3' is no range"),
+            ("--sequences", "5", "'5' is not in the log; it has 5"), ("--sequences", "0,3:6", "'3:6' is not in"),
+            ("--passes", "5", "expected two integers"), ("--passes", "1:2:3", "expected two integers"),
+            ("--out", str(tmp_path), "must name a file"), ("--out", str(tmp_path / "no/a.png"), "must name a file")):
+        with pytest.raises(ValueError, match=f"{option} .*{message}"):
             main([str(path), "--out", str(tmp_path / "a.png"), option, value])
+    with pytest.raises(ValueError, match="view = 'map' is unknown; use one of cells, overview"):
+        draw(log, tmp_path / "a.png", view="map")
     assert [p.name for p in tmp_path.iterdir()] == ["schedule.log"]
     write_log(replace(log, peak_catch_up=99), path)
     with pytest.raises(RuntimeError, match="peak_catch_up"):
         main([str(path), "--out", str(tmp_path / "a.png")])
+
+
+def test_a_device_gets_the_picture_and_stays_a_device(tmp_path, log, capsys):
+    """`--out /dev/null` as root put a regular file in its place. The caption does not follow it into stdout."""
+    write_log(log, tmp_path / "schedule.log")
+    main([str(tmp_path / "schedule.log"), "--out", str(tmp_path / "a.png")])
+    capsys.readouterr()
+    os.mkfifo(tmp_path / "pipe")
+    found = []
+    reader = threading.Thread(target=lambda: found.append((tmp_path / "pipe").read_bytes()), daemon=True)
+    reader.start()
+    main([str(tmp_path / "schedule.log"), "--out", str(tmp_path / "pipe")])
+    reader.join(timeout=20)
+    assert (tmp_path / "pipe").is_fifo() and found == [(tmp_path / "a.png").read_bytes()]
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.strip() == caption(log)
