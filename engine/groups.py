@@ -32,7 +32,8 @@ class Group(NamedTuple):
     queries: int64 [G, Q] row of each padded query (a short piece repeats its last row).
     pages: int64 [G, P] page ids (a short plane repeats its first page).
     mask: bool [G, 1, Q, S], True = attend; S <= P * page_size.
-    in_place: G = 1 and the S keys lie adjacent from the first page on.
+    in_place: the S keys of piece i lie adjacent from its first page on, and the first pages of
+    the pieces are equally far apart.
     """
 
     queries: np.ndarray
@@ -46,7 +47,7 @@ class Layout(NamedTuple):
 
     table: int64 [slots, T, pages] page ids by plane. room: int64 [slots, T], positions of a plane
     that lie adjacent. page_size: positions of a page. rule: the shape rule, or None. in_place_from:
-    fewest keys for which a plane is read where it lies instead of being gathered; None: never.
+    keys from which another call costs less than a copy of them; None: nothing is read in place.
     """
 
     table: np.ndarray
@@ -101,20 +102,48 @@ def _pieces(spans: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, 
 def buckets(cut: np.ndarray, keys: np.ndarray, layout: Layout) -> list[tuple[list[int], bool]]:
     """Pieces by group, in order, and whether a group is read in place.
 
-    A piece whose plane is long and adjacent is a group of its own. The others share one with those of
-    like query counts (1, 2-4, 5-16, 17-64, ...) and like key counts (1-64, 65-128, 129-256, ...;
-    under a rule, equal ones). A group costs a handful of calls a layer, whatever its size, so few wide
-    classes beat a tight fit: one more padded query row costs far less than a row of the linear layers.
+    Pieces of a class have like query counts (1, 2-4, 5-16, 17-64, ...) and like key counts (1-64,
+    65-128, 129-256, ...; under a rule, equal ones). A class is one group where its planes lie
+    adjacent and equally far apart; else its long adjacent planes form such groups, and the rest is
+    gathered. A group costs a handful of calls a layer, whatever its size, so few wide classes beat a
+    tight fit: one more padded query row costs far less than a row of the linear layers.
     """
-    found: dict[tuple[int, int, int], list[int]] = {}
-    least = layout.in_place_from
-    adjacent = (keys <= layout.room[cut[:, 0], cut[:, 1] - 1]).tolist()
-    for index, (count, length) in enumerate(zip((cut[:, 3] - cut[:, 2]).tolist(), keys.tolist(), strict=True)):
-        alone = least is not None and length >= least and adjacent[index]
-        kind = length if layout.rule is not None else ((int(cut[index, 3]) - 1) // 64).bit_length()
-        key = (((count - 1).bit_length() + 1) // 2, kind, index + 1 if alone else 0)
-        found.setdefault(key, []).append(index)
-    return [(found[key], key[2] > 0) for key in sorted(found)]
+    classes: dict[tuple[int, int], list[int]] = {}
+    for index, (start, stop, length) in enumerate(zip(*cut[:, 2:].T.tolist(), keys.tolist(), strict=True)):
+        kind = length if layout.rule is not None else ((stop - 1) // 64).bit_length()
+        classes.setdefault((((stop - start - 1).bit_length() + 1) // 2, kind), []).append(index)
+    found: list[tuple[list[int], bool]] = []
+    for key in sorted(classes):
+        members = classes[key]
+        runs, rest = _runs(cut, keys, members, layout)
+        if rest:
+            found.append((rest, False))
+        found += [(run, True) for run in runs]
+    return found
+
+
+def _runs(cut: np.ndarray, keys: np.ndarray, members: list[int], layout: Layout) -> tuple[list[list[int]], list[int]]:
+    """Pieces of one class that are read in place, as groups of equal distance, and those that are gathered."""
+    if layout.in_place_from is None:
+        return [], members
+    slot, loop = cut[members, 0], cut[members, 1] - 1
+    most = int(keys[members].max())
+    first, near = layout.table[slot, loop, 0].tolist(), (layout.room[slot, loop] >= most).tolist()
+    # By address; pieces of one plane (blocks of a long span) have distance 0.
+    order = sorted((page, index) for page, index, good in zip(first, members, near, strict=True) if good)
+    runs: list[list[int]] = []
+    step = None
+    for at, (page, index) in enumerate(order):
+        here = page - order[at - 1][0]
+        if runs and (len(runs[-1]) == 1 or here == step):
+            runs[-1].append(index)
+            step = here
+        else:
+            runs.append([index])
+    rest = [index for index, good in zip(members, near, strict=True) if not good]
+    if (rest or len(runs) > 1) and most < layout.in_place_from:
+        return [], members
+    return runs, rest
 
 
 def _group(cut: np.ndarray, keys: np.ndarray, first: np.ndarray, layout: Layout, in_place: bool) -> Group:

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.groups import Group, Layout, attention_groups, row_arrays, span_table
 from engine.kv import PagedCache
 from engine.plan import Capacity, Span
-from models.attention import attention
+from models.attention import additive, attention
 from models.looped import LoopedLM
 from models.rule import padded
 
@@ -80,8 +80,10 @@ class Runner:
         cos, sin = self.model.rotary(positions, int(rows.position.max()))
         groups, places = attention_groups(table, self.layout)
         self._count_keys(groups)
-        groups = [self._on_device(group) for group in groups]
-        places = self._tensor(np.pad(places, (0, more), mode="edge"))
+        places = np.pad(places, (0, more), mode="edge")
+        outputs = np.arange(sum(group.queries.size for group in groups))
+        places = None if np.array_equal(places, outputs) else self._tensor(places)
+        groups = [self._on_device(group, count) for group in groups]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend(layer, q, k, v, cell, groups, places)
@@ -103,30 +105,38 @@ class Runner:
         return x.index_copy_(0, self._tensor(first), embedded)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cell: Tensor, groups,
-                places: Tensor) -> Tensor:
+                places: Tensor | None) -> Tensor:
         cache, real, found = self.cache, cell.shape[0], []
         keys, values = cache.keys[layer], cache.values[layer]
         keys.view(-1, *k.shape[1:]).index_copy_(0, cell, k[:real])
         values.view(-1, *v.shape[1:]).index_copy_(0, cell, v[:real])
         for queries, plane, mask in groups:
-            q_g = q.index_select(0, queries.view(-1)).view(*queries.shape, *q.shape[1:])
+            shape = (mask.shape[0], mask.shape[2], *q.shape[1:])
+            q_g = (q[:real] if queries is None else q.index_select(0, queries)).view(shape)
             k_g, v_g = (_plane(store, plane, mask.shape[-1]) for store in (keys, values))
             mixed = attention(q_g.transpose(1, 2), k_g, v_g, mask, self.model.kernel)
             found.append(mixed.transpose(1, 2).flatten(0, 1))
-        return torch.cat(found).index_select(0, places)
+        found = found[0] if len(found) == 1 else torch.cat(found)
+        return found if places is None else found.index_select(0, places)
 
-    def _on_device(self, group: Group) -> tuple[Tensor, Tensor | int, Tensor]:
-        """Queries, the pages (or the first cell of a plane that is read in place), and the mask."""
-        plane = (int(group.pages[0, 0]) * self.capacity.page_size if group.in_place
-                 else self._tensor(group.pages))
-        return self._tensor(group.queries), plane, self._tensor(group.mask)
+    def _on_device(self, group: Group, rows: int) -> tuple[Tensor | None, Tensor | tuple, Tensor]:
+        """Queries [G * Q] (None: all rows in order), the pages [G, P] or, for planes that are read in place,
+        (first cell, distance in cells, G), and the additive mask [G, 1, Q, S]."""
+        queries, first = group.queries.reshape(-1), group.pages[:, 0]
+        every = len(queries) == rows and np.array_equal(queries, np.arange(rows))
+        size = self.capacity.page_size
+        plane = ((int(first[0]) * size, int(first[1] - first[0]) * size if len(first) > 1 else 0, len(first))
+                 if group.in_place else self._tensor(group.pages))
+        mask = additive(self._tensor(group.mask), self.model.dtype, self.model.kernel)
+        return None if every else self._tensor(queries), plane, mask
 
     def _count_keys(self, groups: Sequence[Group]) -> None:
         for group in groups:
+            count = group.mask.shape[0] * group.mask.shape[-1]
             if group.in_place:
-                self.keys_in_place += group.mask.shape[-1]
+                self.keys_in_place += count
             else:
-                self.keys_gathered += group.mask.shape[0] * group.mask.shape[-1]
+                self.keys_gathered += count
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device)
@@ -141,14 +151,17 @@ class Runner:
         return self.model.readout(hidden)[:count]
 
 
-def _plane(store: Tensor, plane: Tensor | int, keys: int) -> Tensor:
+def _plane(store: Tensor, plane: Tensor | tuple[int, int, int], keys: int) -> Tensor:
     """Keys or values [G, K, S, D] out of one layer [pages, page_size, K, D].
 
-    plane: the first cell of S adjacent ones (a view, G = 1), or pages [G, P], which are copied.
-    Whole pages as rows: index_select copies each in one piece; indexing goes value by value
-    and takes three times as long.
+    plane: (first cell, distance, G) of planes that are read where they lie, or pages [G, P], which
+    are copied. Whole pages as rows: index_select copies each in one piece; indexing goes value by
+    value and takes three times as long.
     """
-    if isinstance(plane, int):
-        return store.flatten(0, 1)[plane:plane + keys].transpose(0, 1)[None]
+    if isinstance(plane, tuple):
+        first, distance, count = plane
+        row, head, one = store.stride()[1:]
+        return store.as_strided((count, store.shape[2], keys, store.shape[3]), (distance * row, head, row, one),
+                                store.storage_offset() + first * row)
     found = store.flatten(1).index_select(0, plane.view(-1))
     return found.view(plane.shape[0], -1, *store.shape[2:])[:, :keys].transpose(1, 2)

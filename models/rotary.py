@@ -1,7 +1,8 @@
 """Rotary position tables, float32 whatever the model dtype.
 
 A table lookup gives a position the same bits in every pass; computing angles per pass
-would feed differently shaped batches to cos and sin.
+would feed differently shaped batches to cos and sin. The sine is kept with the sign that the
+rotation gives it: x cos + swap(x) sin, where swap exchanges the halves of a head.
 """
 
 from __future__ import annotations
@@ -10,6 +11,12 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024  # positions a table grows by: a fixed shape, so growth never changes bits
+
+
+def signed(sin: Tensor) -> Tensor:
+    """A sine [..., D] with its first half negated."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1)
 
 
 class Rotary:
@@ -26,7 +33,7 @@ class Rotary:
         self.sin = torch.empty_like(self.cos)
 
     def __call__(self, positions: Tensor, highest: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, 1, D] float32 for int64 positions [R], none above `highest`."""
+        """cos and signed sin [R, 1, D] float32 for int64 positions [R], none above `highest`."""
         while self.cos.shape[0] <= highest:
             self._grow()
         return self.cos[positions], self.sin[positions]
@@ -37,4 +44,4 @@ class Rotary:
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         angles = torch.cat((angles, angles), -1)[:, None]
         self.cos = torch.cat((self.cos, angles.cos()))
-        self.sin = torch.cat((self.sin, angles.sin()))
+        self.sin = torch.cat((self.sin, signed(angles.sin())))

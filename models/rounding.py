@@ -57,22 +57,19 @@ def add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, profile: s
 
 
 def _unit_rms(x: Tensor, eps: float) -> Tensor:
-    x = x.to(wide(x.dtype))
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return F.rms_norm(x.to(wide(x.dtype)), x.shape[-1:], None, eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, profile: str) -> Tensor:
-    """Rotary embedding of x [R, heads, D] by cos, sin [R, 1, D] (float32 or wider)."""
+    """Rotary embedding of x [R, heads, D] by cos and signed sin [R, 1, D] (`models/rotary.py`), float32 or wider."""
     if profile == "hf":
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        return x * cos + _rotate_half(x) * sin
+        return x * cos.to(x.dtype) + _swap_halves(x) * sin.to(x.dtype)
     wide_x = x.to(wide(x.dtype))
-    return (wide_x * cos + _rotate_half(wide_x) * sin).to(x.dtype)
+    return (wide_x * cos + _swap_halves(wide_x) * sin).to(x.dtype)
 
 
-def _rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
+def _swap_halves(x: Tensor) -> Tensor:
+    return x.roll(x.shape[-1] // 2, -1)
 
 
 def swiglu(gate: Tensor, up: Tensor, profile: str) -> Tensor:

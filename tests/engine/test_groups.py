@@ -57,14 +57,23 @@ def test_classes_of_queries_and_keys():
     assert members(ends, layout) == [[0, 1], [2, 3], [4, 5], [6]]
 
 
-def test_adjacent_long_planes_are_groups_of_their_own():
-    """Room for 96 positions: read in place from 64 keys on, but not beyond the room."""
-    table = np.arange(3 * 20).reshape(3, 1, 20)
-    layout = Layout(table, np.array([[96], [96], [0]]), 16, in_place_from=64)
-    spans = np.array([[0, 1, 79, 80], [1, 1, 79, 80], [2, 1, 79, 80], [0, 1, 30, 31], [1, 1, 96, 97]])
-    groups, _ = attention_groups(spans, layout)
-    assert [(g.queries[:, 0].tolist(), g.in_place, g.mask.shape[-1]) for g in groups] == [
-        ([3], False, 32), ([2, 4], False, 112), ([0], True, 80), ([1], True, 80)]
+def test_planes_that_are_read_in_place_worked_by_hand():
+    """Planes at pages 0, 20, 40 and 70. One short class is read in place only if that takes one call; long
+    planes form groups of equal distance, by address; what lies scattered or too near its end is gathered."""
+    table = np.array([0, 20, 40, 70])[:, None, None] + np.arange(20)
+    layout = Layout(table, np.full((4, 1), 96), 16, in_place_from=64)
+
+    def found(spans, layout=layout):
+        return [(g.queries[:, 0].tolist(), g.in_place, g.mask.shape[-1]) for g in attention_groups(spans, layout)[0]]
+
+    short, long = (np.array([[slot, 1, stop - 1, stop] for slot in (2, 0, 1, 3)]) for stop in (40, 80))
+    assert found(short[:3]) == [([1, 2, 0], True, 48)]
+    assert found(short) == [([0, 1, 2, 3], False, 48)]
+    assert found(long) == [([1, 2, 0], True, 80), ([3], True, 80)]
+    layout.room[2] = 64
+    assert found(long) == [([0], False, 80), ([1, 2], True, 80), ([3], True, 80)]
+    assert found(long[:1]) == [([0], False, 80)]
+    assert found(long, layout._replace(in_place_from=None)) == [([0, 1, 2, 3], False, 80)]
 
 
 def test_a_rule_cuts_spans_where_the_key_length_changes():
@@ -108,8 +117,9 @@ def test_every_row_attends_to_its_own_plane_up_to_its_position(parts, page_size,
             assert {key_length(position + 1) for position in real.ravel().tolist()} == {keys}
         cells = (group.pages[:, :, None] * page_size + np.arange(page_size)).reshape(count, -1)[:, :keys]
         if adjacent:
-            assert count == 1
-            cells = group.pages[:1, :1] * page_size + np.arange(keys)
+            first = group.pages[:, 0] * page_size
+            assert len({*np.diff(first).tolist()}) <= 1, "equally far apart"
+            cells = first[:, None] + np.arange(keys)
         for line in range(count):
             for query in range(width):
                 seen = cells[line][group.mask[line, 0, query]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models.rotary import signed
 from models.rounding import add_norm, attention_kernel, check_profile, rms_norm, rotate, swiglu
 
 EPS = 1e-5
@@ -66,11 +67,11 @@ def test_rotary_rounds_five_times_in_hf_and_once_in_fused():
     cos, sin = angles.cos(), angles.sin()
     turned = torch.cat((-x[..., 4:], x[..., :4]), -1).double()
     first, second = rounded(x.double() * rounded(cos.double())), rounded(turned * rounded(sin.double()))
-    assert torch.equal(rotate(x, cos, sin, "hf").double(), rounded(first + second))
+    assert torch.equal(rotate(x, cos, signed(sin), "hf").double(), rounded(first + second))
     first, second = x.double() * cos.double(), turned * sin.double()
-    fused = rotate(x, cos, sin, "fused")
+    fused = rotate(x, cos, signed(sin), "fused")
     assert_rounded_once(fused, first + second, first.abs() + second.abs())
-    assert not torch.equal(fused, rotate(x, cos, sin, "hf"))
+    assert not torch.equal(fused, rotate(x, cos, signed(sin), "hf"))
 
 
 def test_swiglu_rounds_silu_and_product_in_hf_and_once_in_fused():

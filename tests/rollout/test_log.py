@@ -274,8 +274,8 @@ def test_the_groups_of_version_2_are_those_of_the_document():
     keys = -(-spans[:, 3] // 16) * 16
     layout = groups.Layout(np.zeros((1, 1, 99), dtype=np.int64), np.array([[200]]), 16)
     assert [found for found, _ in groups.buckets(spans, keys, layout)] == [[0, 4], [8], [1], [3], [7], [2, 5], [6, 9]]
-    layout = layout._replace(in_place_from=80)
-    assert groups.buckets(spans, keys, layout)[3:5] == [([3], True), ([7], True)]
+    layout = layout._replace(room=np.array([[300]]), in_place_from=80)
+    assert groups.buckets(spans, keys, layout)[:4] == [([0, 4], True), ([8], True), ([1], True), ([3], True)]
     assert [key_length(count) for count in (1, 64, 65, 193, 256, 257, 385, 512, 513, 1025, 2048)] == [
         64, 64, 128, 256, 256, 384, 512, 512, 768, 1536, 2048]
     assert pieces(60, 75, 8) == [(60, 64, 64), (64, 72, 128), (72, 75, 128)]

@@ -198,7 +198,7 @@ OTHER = {
     "rollout.prompts_per_step": "40", "rollout.cohorts": "8", "learner.updates_per_rollout": "2",
     "learner.audit_cohorts": "2", "learner.kl_coefficient": "0.5", "learner.clip_low": "0.5",
     "learner.min_ratio": "0.5", "learner.mask_truncated": "true", "rollout.capacity.max_rows": "300", "run.trackers": "wandb",
-    "rollout.stop": "x",
+    "rollout.stop": "x", "model.numerics": "auto", "model.linear": "packed",
 }  # fmt: skip
 
 
