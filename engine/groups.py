@@ -47,7 +47,8 @@ class Layout(NamedTuple):
 
     table: int64 [slots, T, pages] page ids by plane. room: int64 [slots, T], positions of a plane
     that lie adjacent. page_size: positions of a page. rule: the shape rule, or None. in_place_from:
-    keys from which another call costs less than a copy of them; None: nothing is read in place.
+    keys, of all pieces of a group, from which another call costs less than a copy of them; None:
+    nothing is read in place.
     """
 
     table: np.ndarray
@@ -104,8 +105,8 @@ def buckets(cut: np.ndarray, keys: np.ndarray, layout: Layout) -> list[tuple[lis
 
     Pieces of a class have like query counts (1, 2-4, 5-16, 17-64, ...) and like key counts (1-64,
     65-128, 129-256, ...; under a rule, equal ones). A class is one group where its planes lie
-    adjacent and equally far apart; else its long adjacent planes form such groups, and the rest is
-    gathered. A group costs a handful of calls a layer, whatever its size, so few wide classes beat a
+    adjacent and equally far apart; else those planes form such groups that are long or many, and the
+    rest is gathered. A group costs a handful of calls a layer, whatever its size, so few wide classes beat a
     tight fit: one more padded query row costs far less than a row of the linear layers.
     """
     classes: dict[tuple[int, int], list[int]] = {}
@@ -140,10 +141,11 @@ def _runs(cut: np.ndarray, keys: np.ndarray, members: list[int], layout: Layout)
             step = here
         else:
             runs.append([index])
-    rest = [index for index, good in zip(members, near, strict=True) if not good]
-    if (rest or len(runs) > 1) and most < layout.in_place_from:
-        return [], members
-    return runs, rest
+    if len(runs) == 1 and all(near):
+        return runs, []
+    large = [run for run in runs if len(run) * most >= layout.in_place_from]
+    chosen = {index for run in large for index in run}
+    return large, [index for index in members if index not in chosen]
 
 
 def _group(cut: np.ndarray, keys: np.ndarray, first: np.ndarray, layout: Layout, in_place: bool) -> Group:

@@ -22,7 +22,7 @@ from models.attention import additive, attention
 from models.looped import LoopedLM
 from models.rule import padded
 
-# Elements of a plane's keys from which a call of its own, reading in place, is cheaper than a copy.
+# Elements of the keys of a group from which a call of its own, reading in place, is cheaper than a copy.
 IN_PLACE_FROM = 2**15
 
 

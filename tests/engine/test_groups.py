@@ -58,10 +58,10 @@ def test_classes_of_queries_and_keys():
 
 
 def test_planes_that_are_read_in_place_worked_by_hand():
-    """Planes at pages 0, 20, 40 and 70. One short class is read in place only if that takes one call; long
-    planes form groups of equal distance, by address; what lies scattered or too near its end is gathered."""
+    """Planes at pages 0, 20, 40 and 70: groups of equal distance, by address. One is always worth it if it
+    is the whole class, else from 160 keys in all; what lies too near its end is gathered."""
     table = np.array([0, 20, 40, 70])[:, None, None] + np.arange(20)
-    layout = Layout(table, np.full((4, 1), 96), 16, in_place_from=64)
+    layout = Layout(table, np.full((4, 1), 96), 16, in_place_from=160)
 
     def found(spans, layout=layout):
         return [(g.queries[:, 0].tolist(), g.in_place, g.mask.shape[-1]) for g in attention_groups(spans, layout)[0]]
@@ -69,10 +69,11 @@ def test_planes_that_are_read_in_place_worked_by_hand():
     short, long = (np.array([[slot, 1, stop - 1, stop] for slot in (2, 0, 1, 3)]) for stop in (40, 80))
     assert found(short[:3]) == [([1, 2, 0], True, 48)]
     assert found(short) == [([0, 1, 2, 3], False, 48)]
-    assert found(long) == [([1, 2, 0], True, 80), ([3], True, 80)]
+    assert found(long) == [([3], False, 80), ([1, 2, 0], True, 80)]
     layout.room[2] = 64
-    assert found(long) == [([0], False, 80), ([1, 2], True, 80), ([3], True, 80)]
-    assert found(long[:1]) == [([0], False, 80)]
+    assert found(long) == [([0, 3], False, 80), ([1, 2], True, 80)]
+    assert found(long, layout._replace(in_place_from=80)) == [([0], False, 80), ([1, 2], True, 80), ([3], True, 80)]
+    assert found(long[:1]) == [([0], False, 80)] and found(long[1:2]) == [([0], True, 80)]
     assert found(long, layout._replace(in_place_from=None)) == [([0, 1, 2, 3], False, 80)]
 
 
