@@ -1,7 +1,7 @@
 """Running exit distribution of each sequence's newest position, float32.
 
-The recurrence of `models/exits.py`, one loop at a time, by cache slot, with its bits: partial
-sums in float64, each rounded.
+The recurrence of `models/exits.py`, one loop at a time, by cache slot, with its bits: the same
+probability, whatever rows share the call, and partial sums in float64, each rounded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.plan import Capacity
 from engine.schedule import Schedule
+from models.exits import exit_probability
 
 
 class GateState:
@@ -36,7 +37,7 @@ class GateState:
         first = torch.from_numpy(np.array(loops) == 1).to(gate_logits.device)
         remaining = self.remaining[slot].masked_fill_(first, 1.0)
         cdf = self.cdf[slot].masked_fill_(first, 0.0)
-        gate = torch.sigmoid(gate_logits.to(torch.float32))
+        gate = exit_probability(gate_logits)
         cdf = cdf + gate * remaining
         self.cdf[slot] = cdf
         self.remaining[slot] = remaining * (1.0 - gate)

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import GOLDEN
 
-from models.exits import exit_cdf, exit_distribution, exit_loop
+from models.exits import exit_cdf, exit_distribution, exit_loop, exit_probability
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.9, 0.99, 1.0, 1.5)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,3 +83,26 @@ def test_float32_whatever_the_logits():
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match=r"rule = 'hf' is unknown"):
         exit_loop(torch.ones(1, 2), 0.5, "hf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_probability_has_the_same_bits_at_every_place(dtype):
+    """torch's sigmoid computes the last few elements of a tensor by another formula; so it does where the
+    elements are not adjacent."""
+    gates = 2 * torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    wanted = exit_probability(gates, dtype)
+    for size in (1, 2, 7, 8, 15, 16, 17, 31, 33, 48, 63, 65, 100, 128):
+        assert torch.equal(torch.cat([exit_probability(part, dtype) for part in gates.split(size)]), wanted), size
+    assert torch.equal(exit_probability(torch.stack((gates, gates), -1)[:, 0], dtype), wanted)
+    rows = gates.view(4, 1024)[:, :37]
+    pdf = torch.cat([exit_distribution(rows[:, n:n + 1], dtype) for n in range(37)])
+    assert torch.equal(exit_distribution(rows, dtype), pdf)
+
+
+def test_a_probability_has_the_value_and_the_slope_of_a_sigmoid():
+    gates = torch.tensor([-30.0, -1.0, 0.0, 0.25, 30.0], dtype=torch.float64, requires_grad=True)
+    found = exit_probability(gates, torch.float64)
+    assert torch.allclose(found, 1 / (1 + torch.exp(-gates)), rtol=1e-15, atol=0)
+    found.sum().backward()
+    assert torch.allclose(gates.grad, (found * (1 - found)).detach(), rtol=1e-12, atol=1e-15)
+    assert exit_probability(torch.zeros(0)).shape == (0,)
