@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.files import replacing
+
 # Told apart without colour vision too.
 COLOURS = ("#3a6fb0", "#d9822b", "#5ab4ac", "#542788", "#b2182b", "#7f7f7f")
 MARKERS = "osD^vP"
@@ -52,9 +54,8 @@ def plot(rows: Sequence[dict], title: str, path: str) -> None:
     ratio.set_xlabel("batch")
     rate.legend(fontsize=8)
     rate.set_title(title, fontsize=10)
-    partial = Path(path).with_name(f".{Path(path).name}.partial")
-    figure.savefig(partial, format="png")
-    partial.rename(path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _line(axis, rows: Sequence[dict], name: str, style: dict) -> None:

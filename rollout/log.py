@@ -20,6 +20,7 @@ import numpy as np
 
 from engine.engine import Completion, Request, Rollout
 from engine.plan import Admit, Event, Finish, Pass, Readout, Span
+from models.files import replacing
 from rollout.header import check_header, check_keys, is_integer
 
 MAGIC = b"REPRISE\n"
@@ -77,13 +78,10 @@ def from_rollout(rollout: Rollout) -> ScheduleLog:
 
 def write_log(log: ScheduleLog, path: str | Path) -> None:
     """Write to a temporary name, then rename. The same log always gives the same bytes."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
+    with replacing(path) as partial, open(partial, "wb") as file:
         file.write(encode(log))
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(path)
 
 
 def read_log(path: str | Path) -> ScheduleLog:

@@ -1,7 +1,7 @@
 """`python -m train.gpu_check --out DIR`: what a machine does with the promises, in one short run.
 
 Parts: environment; replay = rollout bits for dense and exit schedules in float32 and
-bfloat16; one training step run twice with equal hash; a short bench. Each part is a process
+bfloat16; whether numerics `invariant` hold; one training step run twice with equal hash; a short bench. Each part is a process
 of its own with a time limit, so that one that hangs or dies leaves the others' results.
 Needs torch, numpy, safetensors, tokenizers, accelerate, tensorboard, tqdm and matplotlib only.
 """
@@ -23,14 +23,16 @@ from engine import Capacity, Engine, Request, Sampling
 from engine.plan import Pass
 from models import ouro
 from models.cli import run_cli
+from models.files import replacing
 from models.initial import init_model
+from models.invariance import set_numerics
 from models.looped import LoopedLM
 from models.numerics import configure, fingerprint
 
 SCHEDULES = ("dense", "exit:2", "exit:gate=0.5", "exit:periodic=2,4", "exit:mix=2:60,3:25,4:15")
 DTYPES = ("float32", "bfloat16")
 TURNS = 5
-SECONDS = {"environment": 60, "replay": 150, "training": 120, "bench": 150}
+SECONDS = {"environment": 60, "replay": 150, "invariant": 90, "training": 120, "bench": 150}
 
 
 def make_model(dtype: str, device: torch.device, profile: str = "hf") -> LoopedLM:
@@ -75,6 +77,25 @@ def replay_bits(device: torch.device) -> dict:
                 cells.append({"dtype": dtype, "profile": profile, "schedule": schedule,
                               "tokens": log.token_count, "mismatched": len(wrong)})
     return {"cells": cells, "ok": not any(cell["mismatched"] for cell in cells)}
+
+
+def invariant_bits(device: torch.device) -> dict:
+    """Whether numerics `invariant` hold here, and the tokens at which a dense forward then has other bits."""
+    from rollout.log import from_rollout
+    from train.replay import mismatches, recorded, replay_packed
+
+    cells = []
+    for dtype in DTYPES:
+        for profile in ("hf", "fused"):
+            model = make_model(dtype, device, profile)
+            cell = {"dtype": dtype, "profile": profile, "numerics": set_numerics(model, "auto", length=300)}
+            if model.rule is not None:
+                log = from_rollout(Engine(model, "exit:periodic=2,4", Capacity(max_sequences=6, max_span=16)).generate(
+                    make_requests(model, 10, 24), Sampling(seed=5)))
+                cell |= {"tokens": log.token_count,
+                         "mismatched": len(mismatches(replay_packed(model, log), recorded(log)))}
+            cells.append(cell)
+    return {"cells": cells, "ok": not any(cell.get("mismatched") for cell in cells)}
 
 
 def training_twice(device: torch.device) -> dict:
@@ -139,7 +160,8 @@ def bench(device: torch.device) -> dict:
     return {"results": results, "ok": True}
 
 
-PARTS = {"environment": environment, "replay": replay_bits, "training": training_twice, "bench": bench}
+PARTS = {"environment": environment, "replay": replay_bits, "invariant": invariant_bits,
+         "training": training_twice, "bench": bench}
 
 
 def run_part(name: str, arguments: argparse.Namespace) -> dict:
@@ -175,9 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     results = {}
     for name in PARTS:
         results[name] = run_part(name, arguments)
-        partial = folder / ".gpu-check.json.partial"
-        partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        partial.rename(folder / "gpu-check.json")
+        with replacing(folder / "gpu-check.json") as partial:
+            partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         verdict = results[name].get("error") or ("ok" if results[name].get("ok", True) else "FAILED")
         print(f"{name}: {verdict} ({results[name]['seconds']:.1f} s)", flush=True)
     good = all(found.get("ok", True) and "error" not in found for found in results.values())

@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.engine import Completion
+from models.files import replacing
 from train.config import TrainConfig
 from train.config_file import to_table
 
@@ -117,9 +118,8 @@ def rewind(file: Path, step: int) -> None:
     while (aside := file.with_name(f"{base}{f'.{number}' if number else ''}.jsonl")).exists():
         number += 1
     aside.write_bytes(b"".join(later))
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_bytes(b"".join(kept))
-    partial.rename(file)
+    with replacing(file) as partial:
+        partial.write_bytes(b"".join(kept))
 
 
 def check_trackers(config: TrainConfig) -> None:
@@ -179,7 +179,6 @@ def draw_curves(folder: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=8)
-    partial = folder / ".curves.partial.png"
-    figure.savefig(partial, dpi=110)
+    with replacing(folder / "curves.png") as partial:
+        figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)
-    partial.rename(folder / "curves.png")

@@ -14,11 +14,14 @@ def test_every_part_is_ok_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "SECONDS", dict.fromkeys(gpu_check.PARTS, 300))
     assert gpu_check.main(["--out", str(tmp_path), "--device", "cpu"]) == 0
     found = json.loads((tmp_path / "gpu-check.json").read_text())
-    assert list(found) == ["environment", "replay", "training", "bench"]
+    assert list(found) == ["environment", "replay", "invariant", "training", "bench"]
     assert found["environment"]["threads"] == 1
     cells = found["replay"]["cells"]
     assert len(cells) == 2 * 2 * len(gpu_check.SCHEDULES)
     assert all(cell["mismatched"] == 0 and cell["tokens"] > 0 for cell in cells)
+    cells = found["invariant"]["cells"]
+    assert len(cells) == 4 and all(cell["numerics"].startswith("numerics ") for cell in cells)
+    assert all(cell.get("mismatched", 0) == 0 for cell in cells) and found["invariant"]["ok"]
     assert all(len(set(digests)) == 1 for digests in found["training"]["digests"].values())
     assert len(found["bench"]["results"]) == 2 * len(gpu_check.SCHEDULES)
 
