@@ -194,6 +194,7 @@ class RunOptions:
         _check_types(self, "run")
         _require_least(self, "run", 1, "steps", "keep", "eval_samples", "eval_limit", "log_every", "threads")
         _require_least(self, "run", 0, "save_every", "eval_every")
+        _require(self.eval_samples <= MOST_SAMPLES, "run.eval_samples", self.eval_samples, f"at most {MOST_SAMPLES:,}")
         _require(0 <= self.seed < 2**64, "run.seed", self.seed, "must lie in 0 .. 2^64 - 1")
         _require(self.dir != "", "run.dir", self.dir, "name the folder of the run")
         _require(self.resume != "", "run.resume", self.resume, 'use "never", "auto" or a checkpoint')

@@ -25,6 +25,7 @@ from rollout.collect import LOG_FILE
 from rollout.generate import choose_capacity, generation_config, note_ignored
 from rollout.log import write_log
 from rollout.samples import check_outputs, write_rows
+from train.config import MOST_SAMPLES
 from train.config_file import load
 from train.evaluation import evaluate, evaluation_requests
 from train.run import build_rollouts, load_policy
@@ -93,8 +94,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     for name in ("samples", "limit", "batch"):
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} = {value} must be at least 1")
+        if value is not None and not 1 <= value <= MOST_SAMPLES:
+            parser.error(f"--{name} = {value} must be at least 1 and at most {MOST_SAMPLES:,}")
     if not 0 <= arguments.temperature < float("inf"):
         parser.error(f"--temperature = {arguments.temperature} must be a finite number of at least 0")
     return arguments

@@ -69,6 +69,7 @@ def test_defaults_with_model_and_task_are_a_configuration():
         (LearnerOptions, "warmup_steps", -1, "at least 0"),
         (RunOptions, "steps", 0, "at least 1"),
         (RunOptions, "keep", 0, "at least 1"),
+        (RunOptions, "eval_samples", 10**9, "at most 1,048,576"),
         (RunOptions, "seed", 2**64, "2^64"),
         (RunOptions, "save_every", -1, "at least 0"),
         (RunOptions, "threads", 0, "at least 1"),

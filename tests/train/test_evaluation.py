@@ -85,7 +85,7 @@ def test_refusals_name_the_setting(arguments, message, tmp_path):
 @pytest.mark.parametrize("option", ["--out", "--log-dir"])
 def test_outputs_that_cannot_be_written_are_refused_before_the_work(option, tmp_path, monkeypatch):
     """An --out that was a folder was found out after the whole evaluation, whose samples were lost."""
-    monkeypatch.setattr("train.evaluate.load_model", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr("train.evaluate.load_policy", lambda *_, **__: pytest.fail("work began"))
     (tmp_path / "file").touch()
     place = tmp_path if option == "--out" else tmp_path / "file"
     with pytest.raises(ValueError, match=option):
@@ -122,6 +122,15 @@ def test_truncated_evaluation_is_what_it_says(tmp_path, capsys):
     (["--top-k", "-1"], "top_k = -1"), (["--top-p", "0"], "top_p = 0.0"),
     (["--top-p", "0.9", "--temperature", "0"], "most likely token")])
 def test_impossible_truncation_is_refused_before_weights_are_read(arguments, named, monkeypatch):
-    monkeypatch.setattr("train.evaluate.load_model", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr("train.evaluate.load_policy", lambda *_, **__: pytest.fail("work began"))
     with pytest.raises(ValueError, match=named):
         main(["--model", "any", "--task", "calculator", *arguments])
+
+
+@pytest.mark.parametrize("option, value", [("--samples", "0"), ("--samples", "1000000000"), ("--limit", "0"),
+                                           ("--batch", "0"), ("--temperature", "-1"), ("--temperature", "inf")])
+def test_impossible_numbers_are_usage_errors(option, value, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model", "any", "--task", "calculator", option, value])
+    assert stopped.value.code == 2 and f"{option} = {float(value) if option == '--temperature' else value} must be" in (
+        capsys.readouterr().err)
