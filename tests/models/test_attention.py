@@ -59,6 +59,19 @@ def test_a_nan_in_a_masked_value_reaches_the_result(kernel):
     assert attention(q, k, v, mask, kernel).isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 2, 4, 16])
+def test_how_keys_lie_in_memory_decides_no_bits_of_eager(queries, dtype):
+    """A batched product takes another kernel for keys that lie position by position, as a cache holds them."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, queries, 64, generator=generator).to(dtype)
+    k, v = (torch.randn(3, 4, 192, 64, generator=generator).to(dtype) for _ in range(2))
+    mask = (torch.arange(192) < 150 + torch.arange(queries)[:, None]).expand(3, 1, queries, 192)
+    wanted = attention(q, k, v, mask, "eager")
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    assert torch.equal(attention(q, k, v, mask, "eager"), wanted)
+
+
 def test_a_float_mask_is_refused():
     """An additive mask and a boolean one mean opposite things by 0 and 1."""
     q, k, v = operands()
