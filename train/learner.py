@@ -27,6 +27,11 @@ from train.optimizer import FlatAdamW, learning_rate
 from train.reduction import tree_sum
 from train.replay import Replayed, check_contract, locate, mismatches, recorded, replay_cheapest
 
+# Where the time of a step goes, in `seconds/<phase>`: hashing weights that an update changed; replays (audits, newer
+# weights, the reference) and what the loss needs of them; training forwards and backwards; adding gradients along the
+# tree; norm and AdamW; casting the masters into the compute copy, and packing it again.
+PHASES = ("digest", "replay", "dense", "reduction", "optimizer", "publication")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -111,31 +116,37 @@ class Learner:
     def _audit(self, batches: Sequence[Batch], step: int, report: _Report) -> None:
         """Replay the audited ones of these cohorts and compare. All before the first update: after it the
         weights are no longer those of the rollout, and cohorts of later updates could not be audited."""
-        began = time.perf_counter()
         digest, always, audited = self.model.digest(), self.config.learner.replay == "always", self.audited(step)
+        report.lap("digest")
         for batch in batches:
             if batch.log.header["weights"] == digest and (always or batch.index in audited):
                 value = replay_cheapest(self.model, batch.log, same_weights=False)  # the digest has been compared
                 self._compare(batch, step, recorded(batch.log), value)
                 report.audited += len(value.values)
-        report.seconds["replay"] += time.perf_counter() - began
+        report.lap("replay")
 
     def _update(self, batches: Sequence[Batch], step: int, report: _Report) -> None:
-        began = time.perf_counter()
         digest = self.model.digest()
+        report.lap("digest")
         prepared = [self._prepare(batch, digest, report) for batch in batches]
-        report.seconds["replay"] += time.perf_counter() - began
         tokens = sum(int(p.chosen.sum()) for p in prepared)
         denominator = self.config.learner.denominator
         if isinstance(denominator, str):  # 0 without a trained token; then no loss is computed
             denominator = float(sum(p.counted for p in prepared))
-        began = time.perf_counter()
-        gradient = tree_sum(lambda i: self._gradient(prepared[i], denominator, report), len(prepared))
-        report.seconds["dense"] += time.perf_counter() - began
-        began = time.perf_counter()
+        report.lap("replay")
+
+        def leaf(index: int) -> Tensor:
+            report.lap("reduction")  # what the tree added since the last leaf
+            gradient = self._gradient(prepared[index], denominator, report)
+            report.lap("dense")
+            return gradient
+
+        gradient = tree_sum(leaf, len(prepared))
+        report.lap("reduction")
         done = self.optimizer.step(gradient, learning_rate(step, self.config))
+        report.lap("optimizer")
         self.publish()
-        report.seconds["optimizer"] += time.perf_counter() - began
+        report.lap("publication")
         report.updates.append((done.gradient_norm, tokens))
         report.close_update()
 
@@ -237,7 +248,7 @@ class Learner:
 
 
 class _Report:
-    """Sums of one step."""
+    """Sums of one step, and a clock that runs from its making."""
 
     def __init__(self):
         self.first: LossMetrics | None = None  # of the first update, where the ratio must be 1
@@ -246,7 +257,14 @@ class _Report:
         self.differences: list[Tensor] = []
         self.updates: list[tuple[float, int]] = []
         self.unusable = self.audited = 0
-        self.seconds = {"replay": 0.0, "dense": 0.0, "optimizer": 0.0}
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap was spent in `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.last
+        self.last = now
 
     def add(self, metrics: LossMetrics, entropy: Tensor, difference: Tensor) -> None:
         self.current = self.current + metrics

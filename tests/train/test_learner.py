@@ -1,6 +1,7 @@
 """The learner: ratio exactly 1, gradients by hand, audits, denominators, versions, reruns."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from learner_cases import ADVANTAGES, captured_gradient, make_batches, make_conf
 from tiny_models import tiny_model
 
 from rollout.log import ScheduleLog
+from train import learner as module
 from train.dense import dense_logprobs
 from train.learner import Batch
 from train.reduction import tree_sum
@@ -40,6 +42,39 @@ def test_the_ratio_would_not_be_one_without_the_replay():
     learner = make_learner(make_config("bfloat16"))
     metrics = learner.step(make_batches(learner), 1)
     assert metrics["policy/dense_minus_replay_max"] > 0
+
+
+def test_seconds_fall_to_the_phase_that_took_them(monkeypatch):
+    """A clock that only slow parts move: 2 cohorts, one replayed by the audit, one update. Publication used to
+    count as optimizer, and adding gradients as dense."""
+    learner, now = make_learner(make_config()), [0.0]
+    batches = make_batches(learner)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def slow(owner, name, seconds):
+        kept = getattr(owner, name)
+
+        def work(*args, **options):
+            now[0] += seconds
+            return kept(*args, **options)
+
+        monkeypatch.setattr(owner, name, work)
+
+    def slow_tree(leaf, count):
+        first = leaf(0)
+        now[0] += 100  # added in the middle of the tree
+        second = leaf(1)
+        now[0] += 300
+        return tree_sum(lambda i: (first, second)[i], count)
+
+    monkeypatch.setattr(module, "tree_sum", slow_tree)
+    for owner, name, seconds in ((learner.model, "digest", 1), (module, "replay_cheapest", 10),
+                                 (module, "dense_logprobs", 2000), (learner.optimizer, "step", 40000),
+                                 (learner.model, "publish", 500000)):
+        slow(owner, name, seconds)
+    metrics = learner.step(batches, 1)
+    assert {name: metrics[f"seconds/{name}"] for name in module.PHASES} == {
+        "digest": 2, "replay": 10, "dense": 4000, "reduction": 400, "optimizer": 40000, "publication": 500000}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -200,8 +235,6 @@ def test_old_values_stay_those_of_the_rollout_over_updates():
     learner = make_learner(make_config(cohorts=1, epochs=2))
     batches = make_batches(learner)
     seen = []
-    import train.learner as module
-
     original = module.grpo_loss
 
     def spy(logp, old, *rest, **options):
