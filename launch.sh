@@ -19,6 +19,7 @@ usage: ./launch.sh COMMAND [ARGUMENT ...]
   generate    sample from a model
   evaluate    accuracy of a model on a task
   bench       measure the rollout engine
+  bench-step  measure the shape rule, replay and the learner's step
   verify      replay schedule logs and compare the bits
   probe       what a model predicts at each of its loops
   draw        picture of a schedule log
@@ -172,6 +173,7 @@ case $command in
     generate | bench | draw) module=rollout.$command ;;
     probe) module=models.probe ;;
     gpu-check) module=train.gpu_check ;;
+    bench-step) module=train.bench ;;
     test | train) module='' ;;
     help | -h | --help)
         usage

@@ -25,7 +25,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -78,14 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def workloads(options: argparse.Namespace, config: ModelConfig, device: torch.device, ranks: Ranks) -> list[Workload]:
     """What is generated at each batch size. ValueError for a setting that cannot be measured."""
-    for name, least in (("prompt_tokens", 1), ("new_tokens", 2 if options.parts else 1), ("turns", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
+    check_counts(options, config, {"prompt_tokens": 1, "new_tokens": 2 if options.parts else 1, "turns": 1})
     if min(options.batch) < 1:
         raise ValueError(f"--batch {min(options.batch)} must be at least 1")
-    if options.prompt_tokens + options.new_tokens > config.max_positions:
-        raise ValueError(f"--prompt-tokens {options.prompt_tokens} + --new-tokens {options.new_tokens} exceed the "
-                         f"model's {config.max_positions} positions; lower one of them")
     for schedule in options.schedules or ():
         parse_schedule(schedule, config.loops)
     if options.synchronise and device.type != "cuda":
@@ -100,6 +95,16 @@ def workloads(options: argparse.Namespace, config: ModelConfig, device: torch.de
              for batch in options.batch]
     found[0].sampling_of(options.turns - 1)  # its seed must still be one
     return found
+
+
+def check_counts(options: argparse.Namespace, config: ModelConfig, least: Mapping[str, int]) -> None:
+    """ValueError where an option lies below the least that it can be, or a sequence would not fit the model."""
+    for name, value in least.items():
+        if getattr(options, name) < value:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {value}")
+    if options.prompt_tokens + options.new_tokens > config.max_positions:
+        raise ValueError(f"--prompt-tokens {options.prompt_tokens} + --new-tokens {options.new_tokens} exceed the "
+                         f"model's {config.max_positions} positions; lower one of them")
 
 
 def _check_parts(options: argparse.Namespace, ranks: Ranks) -> None:

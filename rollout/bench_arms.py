@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics as stats
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -181,9 +181,9 @@ def rows(arms: Sequence[Arm], load: Workload, by_rank: Sequence[Sequence[Sequenc
         found.append({
             "schedule": arm.schedule, "arm": arm.place, "batch": load.batch, "linear": arm.linear,
             "numerics": arm.engine.model.numerics, "fastest": fastest[arm.place] == index,
-            "dense_linear": arms[base].linear, **_spread("tokens_per_s", rates[index]),
-            **_spread("decode_tokens_per_s", _sums(by_rank, index, lambda turn: turn.decode_rate)),
-            **_spread("ratio_to_dense", ratios), **_counts(turns, load.turns), **_shares(turns)})
+            "dense_linear": arms[base].linear, **spread("tokens_per_s", rates[index]),
+            **spread("decode_tokens_per_s", _sums(by_rank, index, lambda turn: turn.decode_rate)),
+            **spread("ratio_to_dense", ratios), **_counts(turns, load.turns), **_shares(turns)})
     return found
 
 
@@ -192,7 +192,8 @@ def _sums(by_rank: Sequence, index: int, value: Callable[[Turn], float]) -> list
     return [sum(map(value, at_once)) for at_once in zip(*(of_rank[index] for of_rank in by_rank), strict=True)]
 
 
-def _spread(name: str, values: Sequence[float]) -> Mapping[str, float | None]:
+def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """The median of a figure over turns, with the least and the most beside it; None where a value is nan."""
     if any(value != value for value in values):  # nothing was decoded
         return {name: None, f"{name}_least": None, f"{name}_most": None}
     return {name: stats.median(values), f"{name}_least": min(values), f"{name}_most": max(values)}

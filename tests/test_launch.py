@@ -24,6 +24,7 @@ MODULES = {
     "generate": "rollout.generate",
     "evaluate": "train.evaluate",
     "bench": "rollout.bench",
+    "bench-step": "train.bench",
     "verify": "train.verify",
     "probe": "models.probe",
     "draw": "rollout.draw",
