@@ -173,7 +173,8 @@ def test_the_lowest_bit_of_a_weight_is_found(name, dtype):
 
 
 FIELDS = {"family": "llama", "loops": 4, "vocab": 30, "dtype": "bfloat16", "profile": "fused", "attention": "eager",
-          "linear": "packed", "numerics": "invariant", "rule": {"rows": 4}, "stages": {"prelude": 0, "core": 3, "coda": 0}}
+          "linear": "packed", "numerics": "invariant", "rule": {"rows": 4},
+          "stages": {"prelude": 0, "core": 3, "coda": 0}}
 
 
 @pytest.mark.parametrize("name", FIELDS)
