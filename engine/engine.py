@@ -21,7 +21,6 @@ from engine.sampler import Sampling, is_word64, sample
 from engine.schedule import Schedule, parse_schedule
 from engine.scheduler import Plan, Scheduler
 from engine.stopping import Stopper
-from models.config import ModelConfig
 from models.looped import LoopedLM
 from models.numerics import dtype_name, fingerprint
 from models.rule import padded
@@ -263,13 +262,14 @@ def _check(requests: Sequence[Request], sampling: Sampling, model: LoopedLM) -> 
                          "never fire")
     seen: dict[int, int] = {}
     for number, request in enumerate(requests):
-        _check_request(request, number, config)
+        _check_request(request, number, model)
         if seen.setdefault(request.uid, number) != number:
             raise ValueError(f"request {number}: uid = {request.uid} is that of request "
                              f"{seen[request.uid]} too; both would draw the same random numbers")
 
 
-def _check_request(request: Request, number: int, config: ModelConfig) -> None:
+def _check_request(request: Request, number: int, model: LoopedLM) -> None:
+    config = model.config
     prompt, new = len(request.prompt), request.max_new_tokens
     if not prompt:
         raise ValueError(f"request {number}: the prompt is empty; give at least one token")
@@ -282,5 +282,8 @@ def _check_request(request: Request, number: int, config: ModelConfig) -> None:
     if prompt + new > config.max_positions:
         raise ValueError(f"request {number}: {prompt} prompt + {new} new tokens exceed max_positions "
                          f"= {config.max_positions} of the model")
+    if model.rule is not None and prompt + new > model.rule.length:
+        raise ValueError(f"request {number}: {prompt} prompt + {new} new tokens; numerics invariant were tried up to "
+                         f"{model.rule.length}: set them for a greater length")
     if not is_word64(request.uid):
         raise ValueError(f"request {number}: uid = {request.uid!r} must be an integer in 0..2^64-1")

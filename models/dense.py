@@ -88,6 +88,9 @@ def dense_forward(model: LoopedLM, packed: Packed, depth: int, *,
         raise ValueError(f"a sequence has {highest + 1} tokens, more than max_positions = "
                          f"{model.config.max_positions} of the model")
     count, rule = packed.starts[-1], model.rule
+    if rule is not None and highest >= rule.length:
+        raise ValueError(f"a sequence has {highest + 1} tokens; numerics invariant were tried up to {rule.length}: "
+                         "set them for a greater length")
     if packed.rule != rule:
         raise AssertionError(f"packed under the shape rule {packed.rule}, the model keeps {rule}")
     ids, positions = ((packed.ids, packed.positions) if rule is None else

@@ -41,41 +41,41 @@ def set_numerics(model: LoopedLM, mode: str, *, length: int) -> str:
     model.rule = None
     if mode == "shapes":
         return f"numerics shapes, linear {model.linear}"
-    found = _remembered(model, length, "rule", lambda: find_rule(model, length))
+    length = key_lengths(min(length, model.config.max_positions))[-1]
+    found = _remembered(model, ["find", length], lambda: find_rule(model, length))
     if isinstance(found, dict):
         model.rule = Rule(**found)
         counts = ", ".join(f"{name} {value}" for name, value in found.items())
-        return f"numerics invariant, linear {model.linear} ({counts}; sequences up to {length} tokens)"
+        return f"numerics invariant, linear {model.linear} ({counts})"
     if mode == "invariant":
         raise ValueError(f"numerics = 'invariant' does not hold on this machine: {found}; use shapes")
     return f"numerics shapes, linear {model.linear}, since invariant does not hold on this machine: {found}"
 
 
-def adopt_rule(model: LoopedLM, rule: Mapping[str, int], *, length: int) -> None:
+def adopt_rule(model: LoopedLM, rule: Mapping[str, int]) -> None:
     """Put a model under the rule of a log (none: numerics `shapes`), after trying it on this machine.
 
-    length: of the longest sequence. Errors: RuntimeError naming the operator that breaks it here.
+    Errors: RuntimeError naming the operator that breaks it here.
     """
     model.rule = None
     if not rule:
         return
     wanted = Rule(**rule)
-    reason = _remembered(model, length, f"broken by {sorted(rule.items())}", lambda: broken(model, wanted, length))
+    reason = _remembered(model, ["broken", rule], lambda: broken(model, wanted))
     if reason is not None:
         raise RuntimeError(f"numerics invariant does not hold on this machine under the rule of the log: {reason}")
     model.rule = wanted
 
 
-def _remembered(model: LoopedLM, length: int, question: str, answer: Callable[[], Rule | str | None]):
+def _remembered(model: LoopedLM, question: list, answer: Callable[[], Rule | str | None]):
     """The answer from an earlier start on this machine with these libraries and shapes, or a fresh one.
 
     A rule is returned as a plain object. What cannot be read or written is found anew each time.
     """
     shapes = sorted({shape for shape in model.config.weight_shapes().values()})
     key = [VERSION, question, fingerprint(model.device), dtype_name(model.dtype), model.profile, model.kernel,
-           model.linear, shapes, model.config.heads, model.config.kv_heads, model.config.head_dim,
-           key_lengths(min(length, model.config.max_positions))[-1]]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+           model.linear, shapes, model.config.heads, model.config.kv_heads, model.config.head_dim]
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reprise"
     file = folder / f"rule-{name}.json"
     try:
@@ -107,14 +107,14 @@ def find_rule(model: LoopedLM, length: int) -> Rule | str:
                 return f"{trial.name}: rows differ by their company even in blocks of {blocks[-1]} rows"
             multiple, block = found
         counts += [multiple, block]
-    return Rule(*counts)
+    return Rule(*counts, length=length)
 
 
-def broken(model: LoopedLM, rule: Rule, length: int) -> str | None:
+def broken(model: LoopedLM, rule: Rule) -> str | None:
     """Which operator does not keep `rule` here, None where all do."""
     for trials, multiple, block in ((stack_trials(model), rule.rows, rule.row_block),
                                     (head_trials(model), rule.head_rows, rule.head_block),
-                                    (attention_trials(model, length), rule.queries, rule.query_block)):
+                                    (attention_trials(model, rule.length), rule.queries, rule.query_block)):
         for trial in trials:
             if not _holds(trial, multiple, block):
                 return f"{trial.name}: rows differ by their company in blocks of {block} rows, padded to {multiple}"

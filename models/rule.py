@@ -28,6 +28,7 @@ class Rule:
         head_rows, head_block: the same for the float32 head.
         queries: queries of one attention call are padded to a multiple of it.
         query_block: most queries of one attention call; a multiple of `queries`.
+        length: longest sequence that was tried, in tokens; longer ones are refused.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Rule:
     head_block: int
     queries: int
     query_block: int
+    length: int
 
     def __post_init__(self):
         for name, value in vars(self).items():

@@ -164,6 +164,8 @@ class Learner:
         trained = torch.tensor([flag for flags in log.trained for flag in flags])
         trained &= torch.tensor(batch.trained).repeat_interleave(lengths)
         finite = usable(old.values) & usable(value.values)
+        if reference is not None:
+            finite &= usable(reference)
         report.unusable += int((trained & ~finite).sum())
         chosen = trained & finite
         weight, counted = weigh(chosen, old.starts, self.config.learner.denominator)

@@ -20,6 +20,7 @@ from models.looped import LoopedLM
 from models.numerics import configure
 from models.tokenizer import Tokenizer, load_tokenizer, stop_ids
 from rollout.data import fit_prompts
+from rollout.generate import generation_config, note_ignored
 from rollout.tasks import Task, load_task
 from train import checkpoint
 from train.config import TrainConfig
@@ -55,6 +56,7 @@ def build(config: TrainConfig) -> Trainer:
     if config.run.from_logs is None:
         rollouts, stream, evaluator = build_rollouts(config, model)
         check_fit(rollouts, stream, config.rollout.max_new_tokens)
+        note_ignored(generation_config(config.model.path), rollouts.sampling)
         digest, grading = stream.digest, rollouts.grading
     else:
         rollouts, evaluator, digest, grading = logged, None, logged.digest, ""
@@ -77,7 +79,7 @@ def load_policy(config: TrainConfig, device, logged: LoggedRollouts | None = Non
     length = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if logged is not None and options.numerics != "shapes":
         header = logged.cohort(1, 0).log.header
-        adopt_rule(model, header["rule"], length=length)
+        adopt_rule(model, header["rule"])
         say(f"numerics {model.numerics}, linear {model.linear}, as in the logs")
     else:
         say(set_numerics(model, options.numerics, length=length))

@@ -148,7 +148,7 @@ class ModelFinder:
             self.loaded = None  # frees the old one before the new one is read
             self.loaded = key, load_model(folder, dtype=key[1], profile=key[2], linear=key[3], device=self.device)
         model = self.loaded[1]
-        adopt_rule(model, log.header["rule"], length=max(c.request.cells + 1 for c in log.completions))
+        adopt_rule(model, log.header["rule"])
         return model
 
 

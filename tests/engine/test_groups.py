@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from engine.groups import Layout, attention_groups, buckets, row_arrays, span_table
 from models.rule import Rule, key_length
 
-RULE = Rule(rows=1, row_block=64, head_rows=1, head_block=64, queries=4, query_block=8)
+RULE = Rule(rows=1, row_block=64, head_rows=1, head_block=64, queries=4, query_block=8, length=4096)
 
 
 def scattered(table, page_size, **options) -> Layout:
@@ -87,7 +87,7 @@ def test_a_rule_cuts_spans_where_the_key_length_changes():
     assert sorted(places.tolist()) == sorted(set(places.tolist())) and len(places) == 16
 
 
-RULES = st.sampled_from([None, RULE, Rule(1, 1, 1, 1, 1, 64), Rule(1, 1, 1, 1, 16, 16)])
+RULES = st.sampled_from([None, RULE, Rule(1, 1, 1, 1, 1, 64, 4096), Rule(1, 1, 1, 1, 16, 16, 4096)])
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 150), st.integers(1, 70)), min_size=1, max_size=9),

@@ -57,9 +57,9 @@ def test_variants_must_have_the_same_bits():
 
 def test_a_rule_names_counts_that_fit():
     with pytest.raises(ValueError, match="row_block = 6 must be a multiple of rows = 4"):
-        Rule(4, 6, 1, 1, 1, 1)
+        Rule(4, 6, 1, 1, 1, 1, 64)
     with pytest.raises(ValueError, match="queries = 0 must be a positive integer"):
-        Rule(1, 1, 1, 1, 0, 1)
+        Rule(1, 1, 1, 1, 0, 1, 64)
 
 
 def test_key_lengths_worked_by_hand():
@@ -90,7 +90,7 @@ def test_where_nothing_holds_the_operator_is_named(monkeypatch):
 def test_answers_are_remembered_by_shapes_and_libraries(monkeypatch, tmp_path):
     model = keep_rule(tiny_model(dtype=torch.float32), 64)
     first, calls = model.rule, []
-    monkeypatch.setattr(invariance, "find_rule", lambda *args: calls.append(args) or Rule(1, 1, 1, 1, 1, 1))
+    monkeypatch.setattr(invariance, "find_rule", lambda *args: calls.append(args) or Rule(1, 1, 1, 1, 1, 1, 64))
     set_numerics(model, "invariant", length=60)  # the same key lengths
     assert model.rule == first and not calls
     for other in ({"dtype": torch.bfloat16}, {"profile": "fused"}, {"vocab": 31}, {"head_dim": 8}):
@@ -121,14 +121,14 @@ def test_an_unwritable_memory_is_no_error(monkeypatch, tmp_path):
 def test_a_logged_rule_is_tried_before_it_is_kept(monkeypatch):
     model = keep_rule(tiny_model(dtype=torch.float32), 64)
     wanted = dict(vars(model.rule))
-    adopt_rule(model, {}, length=64)
+    adopt_rule(model, {})
     assert model.numerics == "shapes"
-    adopt_rule(model, wanted, length=64)
+    adopt_rule(model, wanted)
     assert vars(model.rule) == wanted
     monkeypatch.setattr(invariance, "attention_trials", lambda model, length: [kernel(first=True)])
     monkeypatch.setattr(invariance, "VERSION", "test")
     with pytest.raises(RuntimeError, match="under the rule of the log: scripted"):
-        adopt_rule(model, wanted, length=64)
+        adopt_rule(model, wanted)
     assert model.rule is None
 
 
@@ -136,7 +136,7 @@ def test_a_logged_rule_is_tried_before_it_is_kept(monkeypatch):
 @pytest.mark.parametrize("linear", ["native", "packed"])
 def test_a_found_rule_is_not_broken(dtype, linear):
     model = keep_rule(wide_model(dtype, linear=linear), 700)
-    assert broken(model, model.rule, 700) is None
+    assert broken(model, model.rule) is None
 
 
 # ---- each clause, switched off, is seen ----
@@ -151,7 +151,7 @@ def test_products_of_few_rows_are_seen():
     model = keep_rule(wide_model(), 64)
     if model.rule.rows == 1:
         pytest.skip("this CPU multiplies any number of rows alike")
-    assert "linear" in broken(model, replace(model.rule, rows=1), 64)
+    assert "linear" in broken(model, replace(model.rule, rows=1))
 
 
 def test_products_of_many_rows_are_seen():
@@ -159,7 +159,7 @@ def test_products_of_many_rows_are_seen():
     model = keep_rule(wide_model(torch.bfloat16, hidden=1024, head_dim=64), 64)
     if model.rule.row_block == trials.BLOCKS[0]:
         pytest.skip("this CPU multiplies any number of rows alike")
-    assert "linear" in broken(model, replace(model.rule, row_block=1024), 64)
+    assert "linear" in broken(model, replace(model.rule, row_block=1024))
 
 
 def test_vector_tails_are_seen():
@@ -186,7 +186,7 @@ def test_few_queries_are_seen():
     model = keep_rule(wide_model(), 512)
     if model.rule.queries == 1:
         pytest.skip("this CPU attends from any number of queries alike")
-    assert broken(model, replace(model.rule, queries=1), 512).startswith("attention sdpa over")
+    assert broken(model, replace(model.rule, queries=1)).startswith("attention sdpa over")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

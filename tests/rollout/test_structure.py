@@ -236,7 +236,7 @@ FORGERIES = {
     "rule": (GATE, header(rule={"rows": 1}), "header: numerics = 'shapes' does not go with"),
     "half a rule": (GATE, header(numerics="invariant", rule={"rows": 1}), "header: .*row_block"),
     "rule that is not kept": (GATE, header(numerics="invariant", rule=dict(
-        rows=3, row_block=3, head_rows=1, head_block=1, queries=1, query_block=1)), "row_multiple = 1 breaks"),
+        rows=3, row_block=3, head_rows=1, head_block=1, queries=1, query_block=1, length=64)), "row_multiple = 1 breaks"),
     "linear": (GATE, header(linear="other"), "header: linear"),
     "catch-up": (GATE, header(catch_up="piggyback:3"), "header: catch_up"),
     "derived version": (GATE, lambda d, a: d["header"]["derived"].update(groups=99), "header: derived"),

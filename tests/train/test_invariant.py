@@ -182,6 +182,17 @@ def test_a_log_of_another_rule_or_operator_is_refused_by_name(made):
     model.rule = kept
 
 
+def test_longer_sequences_than_were_tried_are_refused():
+    """In the engine, in a dense forward, and by the scheduler's check before a run."""
+    model = keep_rule(tiny_model(dtype=torch.float32, max_positions=2048), 100)
+    assert model.rule.length == 128
+    assert differing(model, log_of(model, "exit:2", [120], 8)) == 0
+    with pytest.raises(ValueError, match="125 prompt \\+ 4 new tokens; numerics invariant were tried up to 128"):
+        log_of(model, "exit:2", [125], 4)
+    with pytest.raises(ValueError, match="a sequence has 129 tokens; numerics invariant were tried up to 128"):
+        dense.dense_forward(model, dense.pack([tokens(129)], model), 1)
+
+
 # ---- the rule switched off, clause by clause ----
 
 

@@ -289,3 +289,20 @@ def test_temperature_comes_from_the_log():
     log = make_log(learner.model, temperature=0.5)
     metrics = learner.step([Batch(0, log, ADVANTAGES, (True,) * 4)], 1)
     assert metrics["policy/dense_minus_replay_max"] < 1e-4
+
+
+def test_tokens_without_a_finite_reference_are_left_out(monkeypatch):
+    """0 * NaN in a masked place would be NaN in the loss: they are neither in it nor in the denominator."""
+    learner = make_learner(make_config(kl_coefficient=0.1, reference="initial"), reference=True)
+    real = module.replay_cheapest
+
+    def blind(model, log, **options):
+        found = real(model, log, **options)
+        if model is learner.reference:
+            found.values[:3] = float("nan")
+        return found
+
+    monkeypatch.setattr(module, "replay_cheapest", blind)
+    found = learner.step(make_batches(learner), 1)
+    assert found["update/unusable_tokens"] == 6 and found["update/trained_tokens"] == 2 * 36 - 6
+    assert torch.isfinite(learner.masters.flat).all()
