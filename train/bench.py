@@ -72,7 +72,6 @@ def plan(options: argparse.Namespace, config: ModelConfig) -> tuple[Job, TrainCo
                                    "cohorts": 1})
     if options.prompts % options.cohorts:
         raise ValueError(f"--prompts {options.prompts} must be a multiple of --cohorts {options.cohorts}")
-    parse_schedule(options.schedule, config.loops)
     sampling = Sampling(options.seed)
     settings = TrainConfig(
         model=ModelOptions(options.model, options.dtype), data=DataOptions(path="-", reward="-"),  # nothing reads it
