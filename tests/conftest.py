@@ -14,7 +14,8 @@ import torch
 
 torch.set_num_threads(1)
 
-hypothesis.settings.register_profile("reprise", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("reprise", deadline=None, derandomize=True,
+                                     suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("reprise")
 
 _memory = tempfile.TemporaryDirectory()

@@ -91,8 +91,8 @@ def test_turns_draw_new_tokens_and_arms_of_a_turn_the_same(model, monkeypatch):
     assert seen == [(text, seed, [2, 3]) for text, seed in (
         ("dense", 7), ("exit:1", 7), ("dense", 7), ("exit:1", 7), ("exit:1", 8), ("dense", 8))]
     assert [len(found) for found in turns] == [2, 2] and last.header["seed"] == 8
-    # 4 to 6 keys lie in one page of 16: 3 loops of 4 tokens of 2 sequences, all in one call, so copied.
-    keys = (0, 3 * 4 * 2 * 16)
+    # 4 to 6 keys lie in one page of 16: 3 loops of 4 tokens of 2 sequences, all in one call, so read in place.
+    keys = (3 * 4 * 2 * 16, 0)
     # Dense of 3 loops: the first token after 3 passes; 3 tokens of 2 sequences in 9 passes after that.
     first = turns[0][0]
     assert (first.decode_tokens, first.decode_passes) == (6, 9)
