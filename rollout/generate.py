@@ -76,12 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def choose_capacity(requests: Sequence[Request], depth: int, given: dict[str, int]) -> Capacity:
     """The capacity for `requests` at most `depth` loops deep; `given` fields are as they are.
 
-    Left out, max_sequences is at most the number of requests, and pages are enough for that many
-    of the longest request at the deepest loop.
+    Left out, max_sequences is at most the number of requests, pages are enough for that many of
+    the longest request at the deepest loop, and max_rows lets all prompts take their spans in one
+    pass (up to 2,048 rows): sequences that start together stay at the same loop, which attends in
+    one call.
     """
     found = dict(given)
     found.setdefault("max_sequences", min(Capacity.max_sequences, len(requests)))
-    found.setdefault("max_rows", max(Capacity.max_rows, found["max_sequences"]))
+    span = min(found.get("max_span", Capacity.max_span), max(len(r.prompt) for r in requests))
+    together = min(found["max_sequences"] * span, 2048)
+    found.setdefault("max_rows", max(Capacity.max_rows, found["max_sequences"], together))
     capacity = Capacity(**found)
     if "pages" in given:
         return capacity

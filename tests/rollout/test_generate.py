@@ -217,7 +217,10 @@ def test_sizes_follow_from_the_requests():
     longer = [*requests, Request((1,) * 6, 12, uid=99)]
     assert choose_capacity(longer, 2, {}).pages == 32 * 2 * 2
     assert choose_capacity(requests[:3], 2, {}).max_sequences == 3
-    assert choose_capacity(requests, 2, {"max_sequences": 300}).max_rows == 300
+    assert choose_capacity(requests, 2, {"max_sequences": 300}).max_rows == 1500
+    assert choose_capacity(requests, 2, {"max_sequences": 300, "max_span": 1}).max_rows == 300
+    assert choose_capacity([Request((1,) * 90, 12, uid=1)] * 33, 2, {}).max_rows == 32 * 64
+    assert choose_capacity([Request((1,) * 90, 12, uid=1)] * 33, 2, {"max_sequences": 33}).max_rows == 2048
     assert choose_capacity(requests, 2, {"pages": 7, "page_size": 4}) == Capacity(pages=7, page_size=4)
 
 
