@@ -120,7 +120,8 @@ def truncated(scores: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_k > 0:
         ordered[:, top_k:] = float("-inf")
     if top_p < 1:
-        reached = torch.softmax(ordered.to(torch.float64), -1).cumsum(-1)
+        # On the CPU: CUDA's cumsum adds in no fixed order, and is refused with deterministic kernels.
+        reached = torch.softmax(ordered.to(torch.float64), -1).cpu().cumsum(-1).to(scores.device)
         before = torch.nn.functional.pad(reached[:, :-1], (1, 0))
         ordered = ordered.masked_fill(before >= top_p, float("-inf"))
     return torch.empty_like(scores).scatter_(-1, ids, ordered)

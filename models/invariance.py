@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import platform
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +23,16 @@ from models.files import replacing
 from models.looped import LoopedLM
 from models.numerics import dtype_name, fingerprint
 from models.rule import Rule, key_lengths
-from models.trials import BLOCKS, HEAD_BLOCKS, QUERY_BLOCKS, Trial, attention_trials, head_trials, stack_trials
+from models.trials import (
+    BLOCKS,
+    HEAD_BLOCKS,
+    QUERY_BLOCKS,
+    Trial,
+    attention_trials,
+    free_trials,
+    head_trials,
+    stack_trials,
+)
 
 VERSION = 1  # of the trials and the search, for stored results
 
@@ -73,8 +83,8 @@ def _remembered(model: LoopedLM, question: list, answer: Callable[[], Rule | str
     A rule is returned as a plain object. What cannot be read or written is found anew each time.
     """
     shapes = sorted({shape for shape in model.config.weight_shapes().values()})
-    key = [VERSION, question, fingerprint(model.device), dtype_name(model.dtype), model.profile, model.kernel,
-           model.linear, shapes, model.config.heads, model.config.kv_heads, model.config.head_dim]
+    key = [VERSION, platform.node(), question, fingerprint(model.device), dtype_name(model.dtype), model.profile,
+           model.kernel, model.linear, shapes, model.config.heads, model.config.kv_heads, model.config.head_dim]
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reprise"
     file = folder / f"rule-{name}.json"
@@ -107,17 +117,22 @@ def find_rule(model: LoopedLM, length: int) -> Rule | str:
                 return f"{trial.name}: rows differ by their company even in blocks of {blocks[-1]} rows"
             multiple, block = found
         counts += [multiple, block]
-    return Rule(*counts, length=length)
+    rule = Rule(*counts, length=length)
+    return _broken(free_trials(model), 1, HEAD_BLOCKS[0]) or rule
 
 
 def broken(model: LoopedLM, rule: Rule) -> str | None:
     """Which operator does not keep `rule` here, None where all do."""
-    for trials, multiple, block in ((stack_trials(model), rule.rows, rule.row_block),
-                                    (head_trials(model), rule.head_rows, rule.head_block),
-                                    (attention_trials(model, rule.length), rule.queries, rule.query_block)):
-        for trial in trials:
-            if not _holds(trial, multiple, block):
-                return f"{trial.name}: rows differ by their company in blocks of {block} rows, padded to {multiple}"
+    return (_broken(stack_trials(model), rule.rows, rule.row_block)
+            or _broken(head_trials(model), rule.head_rows, rule.head_block)
+            or _broken(attention_trials(model, rule.length), rule.queries, rule.query_block)
+            or _broken(free_trials(model), 1, HEAD_BLOCKS[0]))
+
+
+def _broken(trials: Iterable[Trial], multiple: int, block: int) -> str | None:
+    for trial in trials:
+        if not _holds(trial, multiple, block):
+            return f"{trial.name}: rows differ by their company in blocks of {block} rows, padded to {multiple}"
     return None
 
 

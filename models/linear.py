@@ -1,8 +1,9 @@
 """The linear operator: one kernel for sampler, replay and dense forward, with and without a graph.
 
 `native` is torch's own `linear`. `packed` multiplies by weights that oneDNN has laid out once
-a policy version; its bits differ from native ones, so which of the two a model uses belongs to
-its logs. Knows no model.
+a policy version, except that a single float32 row is left to the plain matrix-vector product,
+which reads the weight a fifth faster. Their bits differ, so which of the two a model uses belongs
+to its logs; within one, bits follow from the row count, like those of any kernel. Knows no model.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class _Linear(torch.autograd.Function):
 
 def _product(x: Tensor, weight: Tensor, packed: Tensor | None, block: int | None) -> Tensor:
     if block is None or x.shape[0] <= block:
-        return F.linear(x, weight) if packed is None else _packed_product(x, packed)
+        single = x.shape[0] == 1 and x.dtype == torch.float32
+        return F.linear(x, weight) if packed is None or single else _packed_product(x, packed)
     return torch.cat([_product(piece, weight, packed, None) for piece in x.split(block)])
 
 

@@ -27,7 +27,7 @@ from models.checkpoint import check_tensors, load_model, read_config
 from models.cli import run_cli
 from models.config import ModelConfig
 from models.dense import dense_forward, pack
-from models.exits import exit_cdf, exit_distribution, exit_loop
+from models.exits import exit_cdf, exit_distribution, exit_loop, exit_probability
 from models.files import check_output, check_picture, is_special, replacing
 from models.logprob import entropy
 from models.looped import LoopedLM
@@ -123,7 +123,7 @@ def measure(model: LoopedLM, ids: Sequence[int], kept: dict[str, Tensor] | None 
         cdf = exit_cdf(pdf)
         depths = torch.stack([exit_loop(cdf, threshold).double().sum() for threshold in THRESHOLDS])
         if kept is not None:
-            kept |= {"hidden": torch.stack(states).cpu(), "logits": logits, "gate": torch.sigmoid(gates).cpu(),
+            kept |= {"hidden": torch.stack(states).cpu(), "logits": logits, "gate": exit_probability(gates, gates.dtype).cpu(),
                      "exit_pdf": pdf.cpu()}
     return LoopTotals(size, bits, (best == best[-1]).sum(-1), pdf.double().sum(0).cpu(), depths.cpu())
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.attention import attention
+from models.exits import exit_probability
 from models.linear import linear, pack
 from models.looped import LoopedLM
 from models.numerics import dtype_name, wide
@@ -93,13 +94,18 @@ def stack_trials(model: LoopedLM) -> Iterator[Trial]:
 
 
 def head_trials(model: LoopedLM) -> Iterator[Trial]:
-    """Head, log-softmax and gate: float32 rows."""
+    """The head, in float32."""
+    yield _product_trial(model, "head", model.config.vocab, model.config.hidden, wide(model.dtype))
+
+
+def free_trials(model: LoopedLM) -> Iterator[Trial]:
+    """What takes read-out rows as they come, never padded: log-softmax, and the gate with its sigmoid."""
     config, kind, count = model.config, wide(model.dtype), HEAD_BLOCKS[0]
-    yield _product_trial(model, "head", config.vocab, config.hidden, kind)
     yield Trial(f"log_softmax [N, {config.vocab}] {dtype_name(kind)}",
                 _random(model, 5, count, config.vocab, scale=4.0, kind=kind), lambda x: torch.log_softmax(x / 0.7, -1))
-    yield Trial(f"exit gate [N, {config.hidden}] {dtype_name(kind)}", _random(model, 6, count, config.hidden),
-                lambda x: model.gate(x)[:, None])
+    hidden = _random(model, 6, count, config.hidden)
+    yield Trial(f"exit gate [N, {config.hidden}] {dtype_name(kind)}", hidden, lambda x: model.gate(x)[:, None])
+    yield Trial("exit probability [N]", model.gate(hidden), exit_probability)
 
 
 def attention_trials(model: LoopedLM, length: int) -> Iterator[Trial]:

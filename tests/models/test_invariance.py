@@ -174,12 +174,24 @@ def test_vector_tails_are_seen():
 def test_a_product_of_one_column_is_seen(monkeypatch):
     """The exit gate is a row sum because a product of one column depends on the row's index."""
     model = wide_model()
-    gate = trial_named(trials.head_trials(model), "exit gate")
+    gate = trial_named(trials.free_trials(model), "exit gate")
     assert _holds(gate, 1, 256)
     weight = model.wide["exit_gate.weight"]
     product = Trial("product", gate.rows, lambda x: F.linear(x, weight))
     if _holds(product, 1, 256):
         pytest.skip("this CPU multiplies one column alike at every place")
+
+
+def test_unpadded_rows_must_agree_in_any_number(monkeypatch):
+    """Log-softmax, gate and sigmoid take read-out rows as they come; a plain sigmoid has a tail."""
+    model = keep_rule(wide_model(), 64)
+    values = trial_named(trials.free_trials(model), "exit probability").rows
+    if not _holds(Trial("sigmoid", values, torch.sigmoid), 1, 256):
+        monkeypatch.setattr(trials, "exit_probability", torch.sigmoid)
+        assert broken(model, model.rule).startswith("exit probability [N]: rows differ")
+    monkeypatch.setattr(invariance, "free_trials", lambda model: [kernel(least=2)])
+    assert find_rule(model, 64) == broken(model, model.rule) == (
+        "scripted: rows differ by their company in blocks of 256 rows, padded to 1")
 
 
 def test_few_queries_are_seen():

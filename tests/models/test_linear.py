@@ -66,6 +66,19 @@ def test_packed_and_native_are_other_kernels():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_single_float32_row_is_a_plain_product(dtype):
+    """Also in blocks of one row and with a graph; two rows are not."""
+    needs_packed(dtype)
+    x, weight = operands(dtype, rows=2)
+    packed = operator.pack(weight)
+    plain, two = F.linear(x[:1], weight), operator._packed_product(x, packed)
+    wanted = plain if dtype == torch.float32 else operator._packed_product(x[:1], packed)
+    assert torch.equal(linear(x[:1], weight, packed), wanted) and torch.equal(linear(x, weight, packed), two)
+    assert torch.equal(linear(x, weight, packed, 1)[:1], wanted)
+    assert torch.equal(linear(x[:1].clone().requires_grad_(), weight, packed), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_publication_is_what_the_packed_operator_multiplies_with(dtype):
     """The packed copies are made anew, those of the head too, and hold the published values."""
     needs_packed(dtype)
