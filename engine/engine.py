@@ -154,7 +154,7 @@ class _Run:
         self.requests = list(requests)
         self.runner = Runner(engine.model, engine.capacity)
         self.scheduler = Scheduler(engine.schedule, engine.capacity, sampling.seed)
-        self.gate = (GateState(engine.schedule, engine.capacity, engine.model.device)
+        self.gate = (GateState(engine.schedule, engine.capacity)
                      if engine.schedule.kind == "gate" else None)
         self.stopper = Stopper(sampling, engine.decode)
         self.tokens: list[list[int]] = []  # prompt and response

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.plan import Capacity
@@ -19,12 +18,13 @@ from models.exits import exit_probability
 
 class GateState:
     """Remaining mass (float32) and CDF before rounding (float64), [max_sequences], for the
-    schedule `exit:gate`."""
+    schedule `exit:gate`. On the host, where the decision is needed, and in numpy, whose calls on few
+    numbers take a fraction of torch's time; sums and products have one correct rounding everywhere."""
 
-    def __init__(self, schedule: Schedule, capacity: Capacity, device: torch.device):
+    def __init__(self, schedule: Schedule, capacity: Capacity):
         self.schedule = schedule
-        self.remaining = torch.ones(capacity.max_sequences, device=device)
-        self.cdf = torch.zeros(capacity.max_sequences, dtype=torch.float64, device=device)
+        self.remaining = np.ones(capacity.max_sequences, dtype=np.float32)
+        self.cdf = np.zeros(capacity.max_sequences, dtype=np.float64)
 
     def leaving(self, gate_logits: Tensor, slots: Sequence[int], loops: Sequence[int]) -> list[bool]:
         """Advance the distribution of each row by one loop; whether it leaves there.
@@ -32,16 +32,14 @@ class GateState:
         gate_logits: [N] after loop `loops[i]` of the newest position in slot `slots[i]`; a
         row at loop 1 starts afresh. A threshold >= 1 never leaves before `high`.
         """
-        schedule = self.schedule
-        slot = torch.from_numpy(np.array(slots)).to(gate_logits.device)
-        first = torch.from_numpy(np.array(loops) == 1).to(gate_logits.device)
-        remaining = self.remaining[slot].masked_fill_(first, 1.0)
-        cdf = self.cdf[slot].masked_fill_(first, 0.0)
-        gate = exit_probability(gate_logits)
-        cdf = cdf + gate * remaining
-        self.cdf[slot] = cdf
-        self.remaining[slot] = remaining * (1.0 - gate)
-        reached = (cdf.to(torch.float32) >= schedule.threshold).tolist()
+        schedule, slot = self.schedule, np.array(slots)
+        gate = exit_probability(gate_logits).cpu().numpy()
+        first = np.array(loops) == 1
+        remaining = np.where(first, np.float32(1), self.remaining[slot])
+        self.cdf[slot] = cdf = np.where(first, 0.0, self.cdf[slot]) + gate * remaining
+        self.remaining[slot] = remaining * (np.float32(1) - gate)
+        # As torch compares a float32 tensor with a number: the number is rounded to float32.
+        reached = (cdf.astype(np.float32) >= np.float32(schedule.threshold)).tolist()
         early = schedule.threshold < 1
         return [loop >= schedule.high or (early and loop >= schedule.low and hit)
                 for loop, hit in zip(loops, reached, strict=True)]

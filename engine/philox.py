@@ -24,16 +24,10 @@ def philox(counter, key) -> tuple:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        low0, high0 = _product(M0, c0)
-        low1, high1 = _product(M1, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        first, second = c0 * M0, c2 * M1
+        c0, c1, c2, c3 = (second >> 32) & WORD ^ c1 ^ k0, second & WORD, (first >> 32) & WORD ^ c3 ^ k1, first & WORD
         k0, k1 = (k0 + W0) & WORD, (k1 + W1) & WORD
     return c0, c1, c2, c3
-
-
-def _product(factor: int, word) -> tuple:
-    product = word * factor
-    return product & WORD, (product >> 32) & WORD
 
 
 def split64(value: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ class Redraw:
         self.sampling = Sampling(**{name: header[name] for name in (
             "seed", "temperature", "greedy", "top_k", "top_p")})
         schedule = parse_schedule(header["schedule"], header["loops"])
-        self.gate = (GateState(schedule, runner.capacity, runner.model.device)
+        self.gate = (GateState(schedule, runner.capacity)
                      if schedule.kind == "gate" else None)
         self.tokens = [len(c.request.prompt) for c in log.completions]  # of each sequence so far
         self.same = torch.ones(log.token_count, dtype=torch.bool)
