@@ -123,8 +123,8 @@ def measure(model: LoopedLM, ids: Sequence[int], kept: dict[str, Tensor] | None 
         cdf = exit_cdf(pdf)
         depths = torch.stack([exit_loop(cdf, threshold).double().sum() for threshold in THRESHOLDS])
         if kept is not None:
-            kept |= {"hidden": torch.stack(states).cpu(), "logits": logits, "gate": exit_probability(gates, gates.dtype).cpu(),
-                     "exit_pdf": pdf.cpu()}
+            kept |= {"hidden": torch.stack(states).cpu(), "logits": logits,
+                     "gate": exit_probability(gates, gates.dtype).cpu(), "exit_pdf": pdf.cpu()}
     return LoopTotals(size, bits, (best == best[-1]).sum(-1), pdf.double().sum(0).cpu(), depths.cpu())
 
 

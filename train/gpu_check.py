@@ -1,8 +1,9 @@
 """`python -m train.gpu_check --out DIR`: what a machine does with the promises, in one short run.
 
 Parts: environment; replay = rollout bits for dense and exit schedules in float32 and
-bfloat16; whether numerics `invariant` hold; one training step run twice with equal hash; a short bench. Each part is a process
-of its own with a time limit, so that one that hangs or dies leaves the others' results.
+bfloat16; whether numerics `invariant` hold; one training step run twice with equal hash; a
+short bench. Each part is a process of its own with a time limit, so that one that hangs or
+dies leaves the others' results.
 Needs torch, numpy, safetensors, tokenizers, accelerate, tensorboard, tqdm and matplotlib only.
 """
 
