@@ -108,7 +108,8 @@ def test_every_row_attends_to_its_own_plane_up_to_its_position(parts, page_size,
     for group in groups:
         count, width = group.queries.shape
         keys = group.mask.shape[-1]
-        assert group.mask.shape[:3] == (count, 1, width) and group.in_place == adjacent
+        assert group.mask.shape[:3] == (count, 1, width)
+        assert group.in_place == (adjacent and keys <= 230 * page_size), "in place where the plane has the room"
         assert group.pages.shape[1] == -(-keys // page_size)
         if rule is None:
             assert keys % page_size == 0
@@ -117,7 +118,7 @@ def test_every_row_attends_to_its_own_plane_up_to_its_position(parts, page_size,
             real = rows.position[group.queries]
             assert {key_length(position + 1) for position in real.ravel().tolist()} == {keys}
         cells = (group.pages[:, :, None] * page_size + np.arange(page_size)).reshape(count, -1)[:, :keys]
-        if adjacent:
+        if group.in_place:
             first = group.pages[:, 0] * page_size
             assert len({*np.diff(first).tolist()}) <= 1, "equally far apart"
             cells = first[:, None] + np.arange(keys)
