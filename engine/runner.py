@@ -39,8 +39,10 @@ class Runner:
         self.version = model.version
         self.cache = PagedCache(model, capacity)
         # The eager kernel copies its operands anyway, and a GPU would wait for each call.
-        in_place = model.device.type == "cpu" and model.kernel == "sdpa"
+        # Pages must start on 64 bytes, as copies do: some kernels choose by alignment.
         width = model.config.kv_heads * model.config.head_dim
+        aligned = capacity.page_size * width * model.dtype.itemsize % 64 == 0
+        in_place = model.device.type == "cpu" and model.kernel == "sdpa" and aligned
         self.layout = Layout(self.cache.table, self.cache.room, capacity.page_size, model.rule,
                              -(-IN_PLACE_FROM // width) if in_place else None)
         self.keys_in_place = self.keys_gathered = 0
@@ -164,4 +166,5 @@ def _plane(store: Tensor, plane: Tensor | tuple[int, int, int], keys: int) -> Te
         return store.as_strided((count, store.shape[2], keys, store.shape[3]), (distance * row, head, row, one),
                                 store.storage_offset() + first * row)
     found = store.flatten(1).index_select(0, plane.view(-1))
-    return found.view(plane.shape[0], -1, *store.shape[2:])[:, :keys].transpose(1, 2)
+    found = found.view(plane.shape[0], -1, *store.shape[2:])[:, :keys]
+    return found.contiguous().transpose(1, 2)  # no gaps where pages do not divide the keys: one alignment
